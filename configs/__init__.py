@@ -1,0 +1,1 @@
+"""Configuration: YAML groups, their typed shape (`schema`), the entry points' decorator (`entry`)."""

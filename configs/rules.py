@@ -1,0 +1,185 @@
+"""What the types cannot say: values out of range, and combinations of values that cannot work.
+
+Each rule yields whole sentences: what was set, why it cannot be, what to set instead.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from configs.errors import ConfigError
+from configs.schema import Config, Dtype, Replies, Schedule
+
+
+def check(config: Config) -> None:
+    """Refuses, with a `ConfigError` that lists every problem, a configuration that cannot work."""
+    rules = (_run, _data, _regenerate, _trainer, _decode, _eval)
+    if problems := [problem for rule in rules for problem in rule(config)]:
+        raise ConfigError(" ".join(problems))
+
+
+def _run(config: Config) -> Iterator[str]:
+    if not re.fullmatch(r"[\w.-]+", config.experiment) or config.experiment in (".", ".."):
+        yield f"experiment={config.experiment!r} names a folder: use only letters, digits, '_', '-' and '.'."
+    if not re.fullmatch(r"[a-z]\w*", config.method.name):
+        yield f"method.name={config.method.name!r} names models/<name>.py: use letters, digits and '_'."
+    if config.seed < 0:
+        yield f"seed={config.seed} cannot be negative: use 0 or more."
+    yield from _at_least(1, config, "", "threads")
+    if config.target.device == "cpu" and config.target.dtype is Dtype.float16:
+        yield (
+            "target.dtype=float16 with target.device=cpu: CPUs compute float16 slower than float32; "
+            "use bfloat16, or float32 for exact comparisons."
+        )
+    if not config.export.engines:
+        yield "export.engines is empty, so nothing would be written: name one, as in export.engines=[vllm]."
+
+
+def _data(config: Config) -> Iterator[str]:
+    data = config.data
+    yield from _at_least(
+        1, data, "data.", "max_prompt_tokens", "max_length", "max_train_rows", "max_heldout_rows"
+    )
+    yield from _within("[0, 1]", data, "data.", "max_bad_fraction")
+    yield from _within("[0, 1)", data, "data.", "heldout_fraction")
+    if not data.folder:
+        yield "data.folder is empty: name the folder that prepared data and caches are written to."
+    if not data.sources:
+        yield "data.sources is empty: name a file of traffic, as in data.sources=[{path: traffic.jsonl}]."
+    if data.heldout_fraction == 0 and not data.heldout_sources:
+        yield (
+            "data.heldout_fraction=0 without data.heldout_sources leaves no prompts to measure on: "
+            "set a fraction such as 0.05, or name held-out files."
+        )
+    for source in data.heldout_sources:
+        if any((source.path, source.split) == (other.path, other.split) for other in data.sources):
+            yield (
+                f"'{source.path}' is in data.sources and in data.heldout_sources: all of its prompts "
+                "would be held out and none trained on; name it in one of them."
+            )
+    if data.max_prompt_tokens >= data.max_length:
+        yield (
+            f"data.max_prompt_tokens={data.max_prompt_tokens} leaves no room for a reply in "
+            f"data.max_length={data.max_length} (prompt and reply): lower the first or raise the second."
+        )
+
+
+def _regenerate(config: Config) -> Iterator[str]:
+    regenerate, data = config.regenerate, config.data
+    yield from _at_least(
+        1, regenerate, "regenerate.", "max_new_tokens", "batch_size", "max_prompts", "concurrency"
+    )
+    yield from _sampling(regenerate.temperature, regenerate.top_p, "regenerate.")
+    if data.replies is Replies.logged:
+        if regenerate.server:
+            yield (
+                "regenerate.server is set, but data.replies=logged trains on the traffic's own replies, "
+                "so the server would never be asked: set data.replies=target or remove the server."
+            )
+        return
+    longest = data.max_prompt_tokens + regenerate.max_new_tokens
+    if data.max_prompt_tokens < data.max_length < longest:
+        yield (
+            f"regenerate.max_new_tokens={regenerate.max_new_tokens} after a prompt of up to "
+            f"data.max_prompt_tokens={data.max_prompt_tokens} exceeds data.max_length={data.max_length}, "
+            f"so replies would be cut: set data.max_length={longest}, or lower one of the others."
+        )
+    if regenerate.server and not regenerate.server.startswith(("http://", "https://")):
+        yield (
+            f"regenerate.server={regenerate.server!r} is not a URL: write it with its scheme, as in "
+            "http://localhost:8000/v1."
+        )
+    if regenerate.server and not regenerate.server_model:
+        yield "regenerate.server is set without regenerate.server_model: set the served name of the target."
+    if regenerate.server_model and not regenerate.server:
+        yield "regenerate.server_model is set without regenerate.server: set its URL, or remove the name."
+
+
+def _trainer(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    counts = (
+        "epochs",
+        "max_steps",
+        "batch_tokens",
+        "accumulation",
+        "log_every",
+        "save_every",
+        "keep_checkpoints",
+    )
+    yield from _at_least(1, trainer, "trainer.", *counts, "eval_prompts", "eval_new_tokens")
+    yield from _at_least(0, trainer, "trainer.", "eval_every", "weight_decay")
+    yield from _within("(0, inf)", trainer, "trainer.", "lr", "clip_norm")
+    yield from _within("[0, 1)", trainer, "trainer.", "warmup_ratio")
+    yield from _within("[0, 1]", trainer, "trainer.", "final_lr_ratio")
+    if len(trainer.betas) != 2 or not all(0 <= beta < 1 for beta in trainer.betas):
+        yield f"trainer.betas={list(trainer.betas)}: AdamW takes two numbers in [0, 1), as in [0.9, 0.95]."
+    if trainer.schedule is Schedule.wsd:
+        yield from _within("(0, 1]", trainer, "trainer.", "decay_ratio")
+        if trainer.warmup_ratio + trainer.decay_ratio > 1:
+            yield (
+                f"trainer.warmup_ratio={trainer.warmup_ratio} and trainer.decay_ratio={trainer.decay_ratio} "
+                "are shares of the same steps and add up to more than 1: lower one of them."
+            )
+    if trainer.autocast is Dtype.float16:
+        yield (
+            "trainer.autocast=float16 needs loss scaling, which training does not do, so small gradients "
+            "would become 0: use bfloat16 or float32."
+        )
+    if trainer.batch_tokens < config.data.max_length:
+        yield (
+            f"trainer.batch_tokens={trainer.batch_tokens} cannot hold one row of "
+            f"data.max_length={config.data.max_length} tokens: raise the first or lower the second."
+        )
+
+
+def _decode(config: Config) -> Iterator[str]:
+    decode = config.decode
+    yield from _at_least(0, decode, "decode.", "draft_tokens", "top_k")
+    yield from _at_least(1, decode, "decode.", "max_new_tokens")
+    yield from _sampling(decode.temperature, decode.top_p, "decode.")
+    if "" in decode.stop:
+        yield "decode.stop contains an empty string, which would stop every reply at once: remove it."
+
+
+def _eval(config: Config) -> Iterator[str]:
+    measure = config.eval
+    yield from _at_least(1, measure, "eval.", "max_prompts", "repeats", "bootstrap")
+    yield from _at_least(0, measure, "eval.", "warmup_prompts")
+    yield from _within("(0, inf)", measure, "eval.", "max_load")
+    yield from _within("(0, 1)", measure, "eval.", "confidence")
+    if not measure.temperatures:
+        yield "eval.temperatures is empty, so nothing would be measured: use eval.temperatures=[0.0]."
+    for temperature in measure.temperatures:
+        yield from _sampling(temperature, 1.0, "eval.")
+    if measure.compare_generate and 0.0 not in measure.temperatures:
+        yield (
+            "eval.compare_generate compares greedy outputs token for token, and eval.temperatures has no "
+            "0.0: add it, or switch the comparison off."
+        )
+
+
+def _sampling(temperature: float, top_p: float, prefix: str) -> Iterator[str]:
+    if not 0 <= temperature < math.inf:
+        yield f"{prefix}temperature={temperature}: use 0 for greedy decoding, or a positive number."
+    if not 0 < top_p <= 1:
+        yield f"{prefix}top_p={top_p} is a share of probability: use a number in (0, 1]; 1 switches it off."
+
+
+def _at_least(least: int, part: object, prefix: str, *names: str) -> Iterator[str]:
+    for name in names:
+        value = getattr(part, name)
+        if value is not None and not value >= least:
+            yield f"{prefix}{name}={value}: must be at least {least}."
+
+
+def _within(interval: str, part: object, prefix: str, *names: str) -> Iterator[str]:
+    """`interval` as it is written, round brackets for an end that does not belong to it: "(0, 1]"."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    for name in names:
+        value = getattr(part, name)
+        above = value >= low if interval[0] == "[" else value > low
+        below = value <= high if interval[-1] == "]" else value < high
+        if not (above and below):
+            yield f"{prefix}{name}={value}: must be in {interval}."

@@ -1,0 +1,232 @@
+"""The typed shape of every configuration: one dataclass per group of `configs/`.
+
+It imports no other room, so that every room may import it. Hydra composes the YAML files against these
+classes: an unknown key or a wrong type fails before any model loads, and so does a combination that cannot
+work (`rules.py`).
+A method's own fields live with the method, in `models/<method>.py: NetworkConfig` and in
+`train/objectives/<method>.py: ObjectiveConfig`, and are checked by `typed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, TypeVar
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from configs.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Dtype(Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class MaskTurns(Enum):
+    all = "all"  # every assistant turn is trained on
+    last = "last"  # only the last one: for templates that rewrite earlier turns
+
+
+class Replies(Enum):
+    target = "target"  # data.regenerate lets the target answer; drafts learn the target's own law
+    logged = "logged"  # the traffic's own assistant turns are trained on
+
+
+class Features(Enum):
+    cached = "cached"  # computed once, written to disk, reused over the epochs
+    online = "online"  # the target runs beside the draft
+
+
+class Schedule(Enum):
+    cosine = "cosine"
+    wsd = "wsd"  # warmup, stable, linear decay over the last `decay_ratio` of the steps
+    constant = "constant"
+
+
+class Proposal(Enum):
+    sampled = "sampled"  # draw from the draft's warped law; accepted with min(1, p/q)
+    greedy = "greedy"  # take the draft's argmax; accepted with p
+
+
+class WandbMode(Enum):
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass
+class TargetConfig:
+    name: str = MISSING  # hub name, or a folder
+    revision: str | None = None  # hub revision; None is the default branch
+    gguf_file: str | None = None  # load this GGUF file of `name`, dequantised
+    dtype: Dtype = Dtype.bfloat16
+    device: str = "auto"  # auto: cuda if there is one, else cpu
+    attention: str = "sdpa"
+    trust_remote_code: bool = False
+
+
+@dataclass
+class Source:
+    path: str = MISSING  # a JSONL file, or a `datasets` name
+    split: str = "train"  # for `datasets` names
+    category: str | None = None  # for rows that carry none
+
+
+@dataclass
+class DataConfig:
+    folder: str = MISSING  # prepared prompts, replies, token and feature caches
+    sources: list[Source] = field(default_factory=list)  # read and split by content hash
+    heldout_sources: list[Source] = field(
+        default_factory=list
+    )  # never trained on; their prompts leave `sources`
+    heldout_fraction: float = 0.05
+    max_prompt_tokens: int = 1024  # longer prompts are dropped and counted
+    max_length: int = 2048  # prompt and reply, in tokens; longer rows are cut at the end and counted
+    max_train_rows: int | None = None
+    max_heldout_rows: int | None = None
+    replies: Replies = Replies.target
+    mask_turns: MaskTurns = MaskTurns.all
+    max_bad_fraction: float = 0.5  # more unreadable lines than this share stops the run
+
+
+@dataclass
+class RegenerateConfig:
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    batch_size: int = 32
+    max_prompts: int | None = None
+    server: str | None = None  # base URL of an OpenAI-compatible server; None: in process
+    server_model: str | None = None  # model name to ask the server for
+    concurrency: int = 16  # requests in flight against the server
+
+
+@dataclass
+class MethodConfig:
+    name: str = MISSING  # models/<name>.py, train/objectives/<name>.py, decoding/drafters/<name>.py
+    network: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class TrainerConfig:
+    epochs: int = 2
+    max_steps: int | None = None  # optimiser steps; ends the run early
+    batch_tokens: int = 8192  # padded tokens per micro-batch
+    accumulation: int = 1  # micro-batches per optimiser step
+    lr: float = 1e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    clip_norm: float = 0.5
+    schedule: Schedule = Schedule.cosine
+    warmup_ratio: float = 0.03
+    decay_ratio: float = 0.2  # wsd only
+    final_lr_ratio: float = 0.0
+    autocast: Dtype = Dtype.bfloat16  # compute dtype; master weights and optimiser state stay float32
+    features: Features = Features.cached
+    log_every: int = 10
+    save_every: int = 200  # steps
+    keep_checkpoints: int = 2
+    eval_every: int = 200  # steps; 0: only at the end
+    eval_prompts: int = 16
+    eval_new_tokens: int = 64
+    resume: str = "auto"  # auto: go on with this configuration's unfinished run; never; or a run's folder
+
+
+@dataclass
+class DecodeConfig:
+    draft_tokens: int = 4  # K
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    proposal: Proposal = Proposal.sampled  # at temperature 0 both are the argmax
+    stop: list[str] = field(default_factory=list)
+
+
+@dataclass
+class EvalConfig:
+    draft: str = (
+        "latest"  # a run's folder, a draft's folder, or latest: this experiment's newest finished draft
+    )
+    output: str | None = None  # None: measure/ in the draft's run
+    max_prompts: int = 48  # taken evenly over the categories
+    repeats: int = 1  # paired repeats per prompt
+    warmup_prompts: int = 2
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    confidence: float = 0.95
+    bootstrap: int = 2000
+    compare_generate: bool = (
+        False  # also run transformers' generate on each prompt and compare token for token
+    )
+    max_load: float = 0.5  # load average above this, per core, before the run: warn and record
+
+
+@dataclass
+class ExportConfig:
+    engines: list[str] = field(default_factory=lambda: ["vllm", "sglang"])
+    draft: str = "latest"
+    output: str | None = None  # None: export/ in the draft's run
+
+
+@dataclass
+class LoggerConfig:
+    wandb: WandbMode = WandbMode.disabled
+    project: str = "leadout"
+
+
+@dataclass
+class Config:
+    experiment: str = MISSING
+    seed: int = 0
+    threads: int | None = None  # torch threads; None: torch's default
+    runs: str = "runs"
+    target: TargetConfig = field(default_factory=TargetConfig)
+    method: MethodConfig = field(default_factory=MethodConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+def typed(cls: type[T], values: dict[str, Any], where: str) -> T:
+    """`values` as an instance of the dataclass `cls`; an unknown key or a wrong type is a `ConfigError`.
+
+    `where` is the dotted place of `values` in the configuration, for the message.
+    """
+    schema = OmegaConf.structured(cls)
+    known = sorted(str(key) for key in schema)
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"{where}: unknown key '{key}'.{nearest(key, known)} Known keys: {', '.join(known)}."
+            )
+    try:
+        made = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.create(values)))
+    except OmegaConfBaseException as error:
+        place = f"{where}.{error.full_key}" if error.full_key else where
+        raise ConfigError(f"{place}: {str(error).splitlines()[0].rstrip('.')}.") from None
+    assert isinstance(made, cls)
+    return made
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """The sentence " Did you mean ...?" with the dotted keys whose last part is closest to `key`'s, or ""."""
+    parent, _, name = key.rpartition(".")
+    by_name: dict[str, list[str]] = {}
+    for other in known:
+        by_name.setdefault(other.rpartition(".")[2], []).append(other)
+    close = [other for match in get_close_matches(name, by_name, cutoff=0.6) for other in by_name[match]]
+    siblings = [other for other in close if parent and other.startswith(f"{parent}.")]
+    quoted = [f"'{other}'" for other in (siblings or close)[:3]]
+    return f" Did you mean {' or '.join(quoted)}?" if quoted else ""

@@ -1,0 +1,231 @@
+"""Prepared traffic read back: prompts to answer or to measure on, and token rows to train on.
+
+The data folder holds train.jsonl and heldout.jsonl (prompts, by `data.prepare`), prepare.json (what they were
+made from), replies.jsonl (by `data.regenerate`) and tokens/<key>/, the token rows as an Arrow table. The key
+covers all that the rows depend on, so a cache can be stale only by being another folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from configs.errors import TrafficError
+from configs.schema import Config, Replies
+from data.template import Template
+from data.traffic import Refused
+from models.files import read_lines, sha256_file, write_folder, write_json
+from models.target import Target
+
+Split = Literal["train", "heldout"]
+
+PREPARED = "prepare.json"
+REPLIES = "replies.jsonl"
+REPLIES_META = "replies.meta.json"
+TOKENS = "tokens"
+VERSION = 1  # of the cached rows; raise it when the same inputs give other rows
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`ids` end with the generation prompt: the target's next token is the first of its reply."""
+
+    id: str
+    category: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Prompt and reply. `loss_mask[j]` is 1 where token j is a reply's token to train on (m_j of the
+    alignment table).
+    """
+
+    id: str
+    category: str
+    input_ids: list[int]
+    loss_mask: list[int]
+
+
+def prompts(cfg: Config, split: Split) -> list[Prompt]:
+    """The prompts of one split, in the file's order. `TrafficError` when the traffic is not prepared."""
+    return [Prompt(row["id"], row["category"], row["prompt_ids"]) for row in split_rows(cfg, split)]
+
+
+def split_rows(cfg: Config, split: Split) -> list[dict[str, Any]]:
+    """The rows of a split as `data.prepare` wrote them, proved to be those that prepare.json speaks of."""
+    path = split_file(cfg, split)
+    if not path.exists():
+        raise TrafficError(
+            f"{path} does not exist: the traffic is not prepared. Run python -m data.prepare first."
+        )
+    recorded = prepared(cfg).get("files", {}).get(path.name)
+    if recorded is not None and recorded != sha256_file(path):
+        raise TrafficError(
+            f"{path} is not the file that {PREPARED} describes: data.prepare was interrupted, or the file "
+            "was edited. Run python -m data.prepare again."
+        )
+    return read_lines(path)
+
+
+def split_file(cfg: Config, split: Split) -> Path:
+    return Path(cfg.data.folder) / f"{split}.jsonl"
+
+
+def prepared(cfg: Config) -> dict[str, Any]:
+    """prepare.json, or an empty object before the first preparation."""
+    return read_object(Path(cfg.data.folder) / PREPARED)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty when there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TrafficError(
+            f"{path} is damaged ({error}). Remove it and run the stage that writes it again."
+        ) from None
+
+
+def load_token_rows(cfg: Config, target: Target, console: Console | None = None) -> list[TokenRow]:
+    """Every row to train on, at most `data.max_length` tokens long and each with at least one trained token.
+
+    With data.replies=target these are the train prompts that have replies, trained on the reply and its end
+    token; with logged, the logged conversations, masked by `data.mask_turns`. What is cut or left out is
+    counted and printed. Raises `TrafficError` for missing or foreign inputs, and when no row is left.
+    """
+    folder = Path(cfg.data.folder) / TOKENS / cache_key(cfg, target)
+    if not folder.exists():
+        write_folder(folder, partial(save, *build(cfg, target)))
+    rows, counts = load(folder)
+    told = "; ".join(f"{name}: {count}" for name, count in counts.items() if count)
+    (console or Console()).print(
+        f"{len(rows)} token rows to train on ({told})", markup=False, highlight=False
+    )
+    return rows
+
+
+def cache_key(cfg: Config, target: Target) -> str:
+    """16 hexadecimal digits over data, tokenizer, template, length and mask rule."""
+    from_target = cfg.data.replies is Replies.target
+    if from_target:
+        check_replies(cfg, target)
+    files = [split_file(cfg, "train"), *([Path(cfg.data.folder) / REPLIES] if from_target else [])]
+    for path in files:
+        if not path.exists():
+            stage = "data.regenerate" if path.name == REPLIES else "data.prepare"
+            raise TrafficError(f"{path} does not exist. Run python -m {stage} first.")
+    parts = {
+        "version": VERSION,
+        "data": [sha256_file(path) for path in files],
+        "tokenizer": target.tokenizer_fingerprint(),
+        "template": target.tokenizer.chat_template,
+        "end": sorted(target.eos_ids),
+        "max_length": cfg.data.max_length,
+        "mask": "reply" if from_target else cfg.data.mask_turns.value,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_replies(cfg: Config, target: Target) -> None:
+    """Refuses replies of another target: a draft trained on them learns another law."""
+    path = Path(cfg.data.folder) / REPLIES_META
+    written_by = read_object(path).get("fingerprint")
+    if written_by is not None and written_by != target.fingerprint():
+        raise TrafficError(
+            f"The replies in {cfg.data.folder} were written by another target than {target.name} (its "
+            f"weights differ). Choose another data.folder, or remove {REPLIES} and {REPLIES_META} there and "
+            "run data.regenerate again."
+        )
+
+
+def build(cfg: Config, target: Target) -> tuple[list[TokenRow], Counter[str]]:
+    """The rows from their files, and how many were cut or left out, by reason."""
+    counts: Counter[str] = Counter()
+    if cfg.data.replies is Replies.target:
+        made = replied_rows(cfg, counts)
+    else:
+        made = logged_rows(cfg, target, counts)
+    rows = []
+    for row in made:
+        ids, mask = row.input_ids[: cfg.data.max_length], row.loss_mask[: cfg.data.max_length]
+        counts["cut at max_length"] += len(ids) < len(row.input_ids)
+        if any(mask):
+            rows.append(TokenRow(row.id, row.category, ids, mask))
+        else:
+            counts["left out, no token to train on"] += 1
+    if not rows:
+        reasons = (
+            "; ".join(f"{name}: {count}" for name, count in counts.items() if count) or "no train prompts"
+        )
+        raise TrafficError(
+            f"There is nothing to train on in {cfg.data.folder} ({reasons}). Add traffic, raise "
+            "data.max_length, or run python -m data.regenerate."
+        )
+    counts["trained tokens"] = sum(sum(row.loss_mask) for row in rows)
+    return rows, counts
+
+
+def replied_rows(cfg: Config, counts: Counter[str]) -> Iterator[TokenRow]:
+    """Train prompts joined with the target's replies. Replies to prompts that changed or left the split are
+    not used.
+    """
+    replies = {row["id"]: row for row in read_lines(Path(cfg.data.folder) / REPLIES)}
+    for prompt in prompts(cfg, "train"):
+        reply = replies.pop(prompt.id, None)
+        if reply is None or reply["prompt_ids"] != prompt.ids:
+            counts["left out, not answered"] += 1
+            continue
+        counts["looped (kept)"] += reply["looped"]
+        mask = [0] * len(prompt.ids) + [1] * len(reply["reply_ids"])
+        yield TokenRow(prompt.id, prompt.category, prompt.ids + reply["reply_ids"], mask)
+    counts["replies to prompts no longer in train"] = len(replies)
+
+
+def logged_rows(cfg: Config, target: Target, counts: Counter[str]) -> Iterator[TokenRow]:
+    template = Template.of(target)
+    for row in split_rows(cfg, "train"):
+        try:
+            ids, mask = template.row(row["messages"], row.get("tools"), cfg.data.mask_turns)
+        except Refused as refused:
+            counts[f"left out, {refused}"] += 1
+            continue
+        yield TokenRow(row["id"], row["category"], ids, mask)
+
+
+def save(rows: list[TokenRow], counts: Mapping[str, int], folder: Path) -> None:
+    import datasets  # here and below, because most importers of this module need not wait a second for it
+
+    features = datasets.Features(
+        {
+            "id": datasets.Value("string"),
+            "category": datasets.Value("string"),
+            "input_ids": datasets.List(datasets.Value("int32")),
+            "loss_mask": datasets.List(datasets.Value("int8")),
+        }
+    )
+    columns = {name: [getattr(row, name) for row in rows] for name in features}
+    datasets.Dataset.from_dict(columns, features=features).save_to_disk(folder)
+    write_json(folder / "counts.json", dict(counts))
+
+
+def load(folder: Path) -> tuple[list[TokenRow], dict[str, int]]:
+    import datasets
+
+    table = datasets.Dataset.load_from_disk(str(folder)).to_dict()
+    assert isinstance(table, dict)
+    rows = [
+        TokenRow(*values)
+        for values in zip(*(table[name] for name in TokenRow.__dataclass_fields__), strict=True)
+    ]
+    return rows, read_object(folder / "counts.json")

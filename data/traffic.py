@@ -1,0 +1,374 @@
+"""Traffic in: conversations out of every form that logs and datasets come in.
+
+Five forms are read, told apart row by row: OpenAI `messages`, ShareGPT `conversations`, Spec-Bench `turns`,
+logged OpenAI pairs `{"request": ..., "response": ...}`, each from JSON lines (plain or gzip), a JSON array,
+or a `datasets` name. A row that cannot be used is `Refused` with a reason: the first few are printed with
+file and line, all are counted, and the rest is read on.
+
+Two hashes of the normalised text make data reproducible while it grows. `identity` (the whole prompt) finds
+duplicates and orders rows; `opening` (the prompt up to its first user turn) decides the split, so that a
+logged conversation that appears once per turn never lies on both sides.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from configs.errors import TrafficError
+from configs.schema import Source
+from models.files import sha256_file
+
+Message = dict[str, Any]
+
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+FILE_ENDINGS = (".jsonl", ".json", ".gz", ".ndjson")
+NO_CATEGORY = "uncategorised"
+SHOWN = 5  # refused lines printed per source
+
+
+class Refused(Exception):
+    """One row that cannot be used. Its text is the reason it is counted under: no content in it."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """`messages` in OpenAI chat form; when they end with assistant turns, those are a logged reply, else all
+    is prompt.
+    """
+
+    id: str
+    category: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    response_format: dict[str, Any] | None = None
+    turns: list[str] | None = None  # Spec-Bench: every user turn; `messages` holds the first
+
+    @property
+    def prompt(self) -> list[Message]:
+        """The messages that a reply answers."""
+        return prompt_of(self.messages)
+
+    @property
+    def identity(self) -> str:
+        """SHA-256 of the normalised prompt."""
+        return digest(self.prompt)
+
+    @property
+    def opening(self) -> str:
+        """SHA-256 of the normalised prompt up to and including its first user turn."""
+        prompt = self.prompt
+        first = next(i for i, message in enumerate(prompt) if message["role"] == "user")
+        return digest(prompt[: first + 1])
+
+
+@dataclass
+class Reading:
+    """What a source held. `rows` counts all, `bad` those refused, by reason."""
+
+    path: str
+    sha256: str
+    conversations: list[Conversation] = field(default_factory=list)
+    rows: int = 0
+    bad: Counter[str] = field(default_factory=Counter)
+
+
+def read(source: Source, max_bad_fraction: float, console: Console) -> Reading:
+    """Reads one source. `TrafficError`: missing, empty, or a larger share refused than `max_bad_fraction`."""
+    sha256, rows = open_source(source)
+    reading = Reading(path=source.path, sha256=sha256)
+    for where, row in rows:
+        reading.rows += 1
+        try:
+            if isinstance(row, Refused):
+                raise row
+            reading.conversations.append(conversation(row, source.category))
+        except Refused as refused:
+            reading.bad[str(refused)] += 1
+            if reading.bad.total() <= SHOWN:
+                console.print(f"{where}: {refused}; skipped", markup=False, highlight=False, soft_wrap=True)
+    check(reading, max_bad_fraction)
+    return reading
+
+
+def check(reading: Reading, max_bad_fraction: float) -> None:
+    if reading.rows == 0:
+        raise TrafficError(
+            f"{reading.path} holds no rows. Give it at least one line of JSON, such as "
+            '{"messages": [{"role": "user", "content": "..."}]}, or take it out of data.sources.'
+        )
+    bad = reading.bad.total()
+    if bad > max_bad_fraction * reading.rows or not reading.conversations:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in reading.bad.most_common(3))
+        raise TrafficError(
+            f"{bad} of the {reading.rows} rows of {reading.path} cannot be used: {reasons}. Mend the file, "
+            f"or raise data.max_bad_fraction (now {max_bad_fraction}) if the other rows are worth keeping."
+        )
+
+
+# --- one row -------------------------------------------------------------------
+
+
+def conversation(row: Any, category: str | None = None) -> Conversation:
+    """The conversation in one row of any of the forms; `Refused` with the reason otherwise."""
+    if not isinstance(row, dict):
+        raise Refused("not a JSON object")
+    row = without_nulls(row)
+    asked: dict[str, Any] = row
+    turns = None
+    if "request" in row:
+        asked, messages = row["request"], logged_pair(row)
+    elif "messages" in row:
+        messages = chat(row["messages"])
+    elif "conversations" in row:
+        messages = chat([from_sharegpt(turn) for turn in list_of(row["conversations"], "conversations")])
+    elif "turns" in row:
+        turns = [text(turn) for turn in list_of(row["turns"], "turns")]
+        messages = chat([{"role": "user", "content": turn} for turn in turns[:1]])
+    else:
+        raise Refused("none of messages, conversations, turns or request is there")
+    if not any(message["role"] == "user" for message in prompt_of(messages)):
+        raise Refused("no user turn")
+    named = next((row[key] for key in ("id", "question_id") if key in row), None)
+    return Conversation(
+        id=str(named) if named is not None else digest(prompt_of(messages))[:16],
+        category=str(row.get("category") or category or NO_CATEGORY),
+        messages=messages,
+        tools=objects(asked.get("tools"), "tools"),
+        response_format=asked.get("response_format"),
+        turns=turns,
+    )
+
+
+def chat(turns: Any) -> list[Message]:
+    """Checked messages: known roles, textual content; content may be missing only beside tool calls."""
+    return [message(turn) for turn in list_of(turns, "messages")]
+
+
+def message(turn: Any) -> Message:
+    if not isinstance(turn, dict):
+        raise Refused("a message is not an object")
+    role = turn.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise Refused(f"unknown role {str(role)[:40]!r}")
+    made = {**turn, "content": text(turn.get("content"))}
+    if calls := objects(turn.get("tool_calls"), "tool_calls"):
+        made["tool_calls"] = [with_arguments(call) for call in calls]
+    elif role != "tool" and not made["content"].strip():
+        raise Refused("empty content")
+    return made
+
+
+def text(content: Any) -> str:
+    """Content as a string: a list of text parts is joined by newlines, as engines do for templates that take
+    strings.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "\n".join(part_text(part) for part in content)
+    if not isinstance(content, str):
+        raise Refused(f"content is of type {type(content).__name__}, not text")
+    return content
+
+
+def part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = str(part.get("type"))[:40] if isinstance(part, dict) else type(part).__name__
+    if kind not in ("text", "input_text", "output_text"):
+        raise Refused(f"content part {kind!r} is not text (only text is supported)")
+    return text(part.get("text"))
+
+
+def with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI logs carry a call's arguments as a JSON string; templates expect the object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def from_sharegpt(turn: Any) -> Message:
+    if not isinstance(turn, dict):
+        raise Refused("a turn is not an object")
+    role = turn.get("from", turn.get("role"))
+    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    return {"role": role, "content": turn.get("value", turn.get("content"))}
+
+
+def logged_pair(row: dict[str, Any]) -> list[Message]:
+    """The request's messages and the response's first choice."""
+    request, response = row["request"], row.get("response")
+    if not isinstance(request, dict):
+        raise Refused("request is not an object")
+    messages = chat(request.get("messages"))
+    if response is None:
+        return messages
+    try:
+        reply = response["choices"][0]["message"]
+    except (KeyError, IndexError, TypeError):
+        raise Refused("response has no choices[0].message") from None
+    return [*messages, message({"role": "assistant", **reply} if isinstance(reply, dict) else reply)]
+
+
+def list_of(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise Refused(f"{name} is of type {type(value).__name__}, not a list")
+    if not value:
+        raise Refused(f"{name} is empty")
+    return value
+
+
+def objects(value: Any, name: str) -> list[dict[str, Any]] | None:
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise Refused(f"{name} is not a list of objects")
+    return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Drops absent keys: Arrow tables, and some clients, write null for every key that another row has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+# --- identity ------------------------------------------------------------------
+
+
+def prompt_of(messages: list[Message]) -> list[Message]:
+    """The messages before the assistant turns that end a conversation."""
+    end = len(messages)
+    while end and messages[end - 1]["role"] == "assistant":
+        end -= 1
+    return messages[:end]
+
+
+def digest(messages: list[Message]) -> str:
+    """SHA-256 over roles, tool calls and content, the content in NFC with each run of white space made one
+    space.
+    """
+    canonical = [
+        [message["role"], normalised(message["content"]), message.get("tool_calls")] for message in messages
+    ]
+    return hashlib.sha256(
+        json.dumps(canonical, sort_keys=True, ensure_ascii=False).encode("utf-8", "replace")
+    ).hexdigest()
+
+
+def normalised(content: str) -> str:
+    return " ".join(unicodedata.normalize("NFC", content).split())
+
+
+def share(hexadecimal: str) -> float:
+    """A hash as a number in [0, 1)."""
+    return int(hexadecimal[:13], 16) / 16**13  # 52 bits: exact in a float
+
+
+# --- files and datasets --------------------------------------------------------
+
+
+Rows = Iterator[tuple[str, Any]]  # (where, the parsed row, or a Refused)
+
+
+def open_source(source: Source) -> tuple[str, Rows]:
+    """(content hash, rows) of a file, or of a `datasets` name written `name` or `name:configuration`."""
+    path = Path(source.path)
+    if path.is_file():
+        return sha256_file(path), file_rows(path)
+    if not path.is_dir() and (path.is_absolute() or path.name.lower().endswith(FILE_ENDINGS)):
+        raise TrafficError(
+            f"There is no file {source.path} (looked in {Path.cwd()}). Correct the path in data.sources, or "
+            "fetch the file; a `datasets` name has no file ending."
+        )
+    dataset = load_dataset(source)
+    numbered = ((f"{source.path}[{index}]", row) for index, row in enumerate(dataset))
+    return hashlib.sha256(str(dataset._fingerprint).encode()).hexdigest(), numbered
+
+
+def load_dataset(source: Source) -> Any:
+    import datasets  # here, because it takes a second that files need not wait for
+
+    name, _, configuration = source.path.partition(":")
+    try:
+        return datasets.load_dataset(name, configuration or None, split=source.split)
+    except Exception as error:  # of many libraries: hub, file systems, parsers
+        reason = " ".join(str(error).split())[:300]
+        raise TrafficError(
+            f"{source.path} is neither a file here nor a dataset that could be loaded (split "
+            f"{source.split!r}): {type(error).__name__}: {reason}. Correct the name or the split, write "
+            "NAME:CONFIGURATION where one is needed, or download it and give the path of a JSONL file."
+        ) from error
+
+
+def file_rows(path: Path) -> Rows:
+    """Rows of JSON lines or of one JSON array; UTF-8 with or without a byte order mark, any line ends, plain
+    or gzip.
+    """
+    with open(path, "rb") as file:
+        zipped = file.read(2) == b"\x1f\x8b"
+    try:
+        with gzip.open(path, "rb") if zipped else open(path, "rb") as file:
+            yield from parsed_lines(path, file)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TrafficError(
+            f"{path} is not a whole gzip file ({error}). It was cut short or damaged: fetch or compress it "
+            "again."
+        ) from error
+
+
+def parsed_lines(path: Path, lines: Iterable[bytes]) -> Rows:
+    for number, line in enumerate(lines, start=1):
+        line = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
+        if number == 1 and line.startswith(b"["):
+            yield from array_rows(path, line + b"\n" + b"".join(lines))
+            return
+        if line:
+            yield f"{path}:{number}", parsed(line)
+
+
+def array_rows(path: Path, contents: bytes) -> Rows:
+    """ShareGPT dumps are one JSON array."""
+    try:
+        rows = json.loads(contents)
+    except ValueError as error:
+        raise TrafficError(
+            f"{path} opens a JSON array that does not parse ({error}). Mend it, or write one object per line."
+        ) from None
+    yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+
+
+def parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Refused("not UTF-8")
+    except ValueError:
+        return Refused("malformed JSON")
+    except RecursionError:
+        return Refused("nested too deeply")

@@ -1,0 +1,1 @@
+"""Propose, verify, commit: the speculative decoder. One verifier and one cache serve every drafter."""

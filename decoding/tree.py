@@ -1,0 +1,64 @@
+"""The token tree that a round proposes, flat: parents stand before their children, node 0 is pending.
+
+A chain is the tree in which every parent is the node before; plain decoding is the tree of one node. Node i
+has the absolute position `start + depth[i]`, where `start` is the position of the pending token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Siblings stand in the order in which they were chosen, which is the order in which they are tried."""
+
+    tokens: list[int]  # N ids, the pending one first
+    parent: list[int]  # N nodes, -1 for the root
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parent) or not self.parent or self.parent[0] != -1:
+            raise ValueError(f"a tree needs a root and one parent per token: {self.tokens}, {self.parent}")
+        if any(not 0 <= parent < node for node, parent in enumerate(self.parent[1:], 1)):
+            raise ValueError(f"parents must stand before their children: {self.parent}")
+
+    @classmethod
+    def chain(cls, pending: int, ids: Sequence[int] = ()) -> TokenTree:
+        """The tree in which each of `ids` follows the one before, the first following `pending`."""
+        return cls([pending, *ids], list(range(-1, len(ids))))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depth(self) -> list[int]:
+        """Distance of each node from the root."""
+        depth = [0]
+        for parent in self.parent[1:]:
+            depth.append(depth[parent] + 1)
+        return depth
+
+    def children(self, node: int) -> list[int]:
+        """The nodes whose parent is `node`, in the order in which they are to be tried."""
+        return self._children[node]
+
+    @cached_property
+    def _children(self) -> list[list[int]]:
+        children: list[list[int]] = [[] for _ in self.tokens]
+        for node, parent in enumerate(self.parent[1:], 1):
+            children[parent].append(node)
+        return children
+
+    def ancestor_mask(self) -> Tensor:
+        """bool [N, N]: row i is True at i and at i's ancestors, the only nodes that i may attend to."""
+        if self.parent == list(range(-1, len(self) - 1)):
+            return torch.ones(len(self), len(self), dtype=torch.bool).tril_()
+        mask = torch.eye(len(self), dtype=torch.bool)
+        for node, parent in enumerate(self.parent[1:], 1):
+            mask[node] |= mask[parent]
+        return mask

@@ -1,0 +1,250 @@
+"""Decoding the same prompts plainly and speculatively, in turn, with every pair on the disk before the next
+begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from enum import Enum
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from configs.schema import Config
+from data.tokens import Prompt
+from decoding.decoder import Decoder, Generation, Params
+from decoding.drafters import build_drafter
+from decoding.drafters.plain import PlainDrafter
+from eval.generate import generate
+from eval.machine import Contention, PeakMemory
+from eval.rows import Conditions, Divergence, Pair, Run
+from eval.terminal import bar
+from models.files import append_line, open_append, read_lines, sha256_file
+from models.target import Target
+
+
+class Bench:
+    """The two decoders, and how a pair of runs is made."""
+
+    def __init__(self, config: Config, target: Target, draft: nn.Module) -> None:
+        self.config = config
+        self.target = target
+        self.method = str(draft.method)
+        self.decoders = {
+            "plain": Decoder(target, PlainDrafter()),
+            "draft": Decoder(target, build_drafter(draft, config.decode.proposal, target.eos_ids)),
+        }
+
+    def conditions(self) -> Conditions:
+        decode, measured = self.config.decode, self.config.eval
+        return Conditions(
+            method=self.method,
+            dtype=dtype_name(self.target),
+            draft_tokens=decode.draft_tokens,
+            proposal=decode.proposal.value,
+            top_k=decode.top_k,
+            top_p=decode.top_p,
+            confidence=measured.confidence,
+            resamples=measured.bootstrap,
+            seed=self.config.seed,
+        )
+
+    def run(
+        self, chosen: Sequence[Prompt], partial: Partial, console: Console
+    ) -> tuple[list[Pair], list[float]]:
+        """All pairs, an interrupted run's included, and the share of the machine that others used in each."""
+        plan = list(product(range(self.config.eval.repeats), self.config.eval.temperatures, chosen))
+        todo = [(n, step) for n, step in enumerate(plan) if place(step) not in partial.done]
+        if todo:
+            self.warm_up(chosen)
+        with partial, bar(console) as progress:
+            task = progress.add_task("measuring", total=len(plan), completed=len(plan) - len(todo))
+            for n, (repeat, temperature, prompt) in todo:
+                watch = Contention()
+                first = "plain" if n % 2 == 0 else "draft"
+                pair = self.pair(prompt, temperature, repeat, first)
+                partial.add(pair, watch.share())
+                progress.advance(task)
+        kept = [partial.done[place(step)] for step in plan]
+        return [pair for pair, _ in kept], [share for _, share in kept]
+
+    def warm_up(self, chosen: Sequence[Prompt]) -> None:
+        """Runs whose times are thrown away: first calls allocate, compile and fill caches."""
+        for prompt in chosen[: self.config.eval.warmup_prompts]:
+            for decoder in self.decoders.values():
+                decoder.generate(prompt.ids, self.params(prompt, self.config.eval.temperatures[0], 0))
+
+    def params(self, prompt: Prompt, temperature: float, repeat: int) -> Params:
+        """The run's parameters; prompts and repeats draw different random numbers, both ways of decoding the
+        same."""
+        digest = hashlib.sha256(f"{self.config.seed} {repeat} {prompt.id}".encode()).digest()
+        return dataclasses.replace(
+            Params.of(self.config.decode, int.from_bytes(digest[:4], "big")), temperature=temperature
+        )
+
+    def pair(self, prompt: Prompt, temperature: float, repeat: int, first: str) -> Pair:
+        params = self.params(prompt, temperature, repeat)
+        order = ("plain", "draft") if first == "plain" else ("draft", "plain")
+        runs = {side: self.time(side, prompt, params) for side in order}
+        plain, drafted = runs["plain"], runs["draft"]
+        greedy = temperature == 0
+        compared = self.compare_generate(prompt, params, plain, drafted) if greedy and repeat == 0 else None
+        return Pair(
+            prompt=prompt.id,
+            category=prompt.category,
+            prompt_tokens=len(prompt.ids),
+            temperature=temperature,
+            repeat=repeat,
+            first=first,
+            plain=plain,
+            draft=drafted,
+            divergence=self.divergence(prompt.ids, plain.tokens, drafted.tokens) if greedy else None,
+            generate=compared,
+        )
+
+    def time(self, side: str, prompt: Prompt, params: Params) -> Run:
+        memory = PeakMemory(self.target.device)
+        return as_run(self.decoders[side].generate(prompt.ids, params), memory.mb())
+
+    def divergence(
+        self, prompt_ids: Sequence[int], plain: list[int], drafted: list[int]
+    ) -> Divergence | None:
+        """Where two greedy outputs part, and the gap between the target's two best logits there; None if
+        nowhere."""
+        if plain == drafted:
+            return None
+        index = next(
+            (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b),
+            min(len(plain), len(drafted)),
+        )
+        ids = torch.tensor([[*prompt_ids, *plain[:index]]], device=self.target.device)
+        logits = self.target.forward(ids, last_logits_only=True).logits
+        assert logits is not None
+        best, second = logits[0, -1].float().topk(2).values.tolist()
+        return Divergence(
+            index=index,
+            gap=best - second,
+            plain=plain[index] if index < len(plain) else None,
+            draft=drafted[index] if index < len(drafted) else None,
+        )
+
+    def compare_generate(
+        self, prompt: Prompt, params: Params, plain: Run, drafted: Run
+    ) -> dict[str, Any] | None:
+        """The same prompt through transformers' `generate`, greedily, compared token for token."""
+        if not self.config.eval.compare_generate or params.stop:
+            return None
+        tokens, seconds = generate(self.target, prompt.ids, params.max_new_tokens)
+        return {
+            "new_tokens": len(tokens),
+            "seconds": seconds,
+            "identical_plain": tokens == plain.tokens,
+            "identical_draft": tokens == drafted.tokens,
+        }
+
+
+def as_run(generation: Generation, peak_memory_mb: float | None) -> Run:
+    assert generation.finish is not None
+    return Run(
+        tokens=list(generation.tokens),
+        finish=generation.finish,
+        seconds=generation.seconds,
+        prefill_seconds=generation.prefill_seconds,
+        emitted_at=[generation.ttft, *generation.emitted_at],
+        rounds=list(generation.rounds),
+        peak_memory_mb=peak_memory_mb,
+    )
+
+
+def run_key(
+    config: Config, where: dict[str, Any], folder: Path, target: Target, chosen: Sequence[Prompt]
+) -> str:
+    """Everything that a measured pair depends on; pairs under another key are not mixed in."""
+    parts = {
+        "config": {name: as_plain(getattr(config, name)) for name in ("seed", "threads", "target", "decode")},
+        "eval": {
+            name: value
+            for name, value in as_plain(config.eval).items()
+            if name in ("warmup_prompts", "compare_generate")
+        },
+        "draft": draft_hash(folder),
+        "target": target.fingerprint(),
+        "prompts": [[prompt.id, content(prompt)] for prompt in chosen],
+        "place": [where["git"], where["hardware"], where["versions"]],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def place(step: tuple[int, float, Prompt]) -> tuple[int, float, str]:
+    repeat, temperature, prompt = step
+    return repeat, temperature, prompt.id
+
+
+class Partial:
+    """The pairs measured so far, one line each; the first line holds the key they belong to. Also a context
+    that has the file open."""
+
+    def __init__(self, path: Path, key: str, console: Console) -> None:
+        self.path = path
+        lines = read_lines(path) if path.exists() else []
+        if lines and lines[0].get("key") != key:
+            console.print(
+                f"{path} belongs to another configuration, draft, machine or commit: measuring from the "
+                "start.",
+                markup=False,
+            )
+            lines = []
+        if not lines:
+            path.unlink(missing_ok=True)
+            append_line(path, {"key": key})
+        self.done: dict[tuple[int, float, str], tuple[Pair, float]] = {}
+        for line in lines[1:]:
+            self.note(Pair.from_dict(line["pair"]), line["others"])
+        if self.done:
+            console.print(f"Going on after {len(self.done)} pairs of an interrupted run.", markup=False)
+
+    def __enter__(self) -> Partial:
+        self.file = open_append(self.path)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+    def note(self, pair: Pair, others: float) -> None:
+        self.done[pair.repeat, pair.temperature, pair.prompt] = pair, others
+
+    def add(self, pair: Pair, others: float) -> None:
+        append_line(self.file, {"pair": pair.to_dict(), "others": others})
+        self.note(pair, others)
+
+
+def content(prompt: Prompt) -> str:
+    """SHA-256 of the prompt as the target reads it."""
+    return hashlib.sha256(json.dumps(prompt.ids).encode()).hexdigest()
+
+
+def draft_hash(folder: Path) -> str:
+    """SHA-256 over the hashes of a native checkpoint's two files."""
+    files = [sha256_file(folder / name) for name in ("config.json", "model.safetensors")]
+    return hashlib.sha256(" ".join(files).encode()).hexdigest()
+
+
+def dtype_name(target: Target) -> str:
+    return str(target.dtype).removeprefix("torch.")
+
+
+def as_plain(value: Any) -> Any:
+    """A configuration as JSON holds it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(name): as_plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(inner) for inner in value]
+    return value.value if isinstance(value, Enum) else value

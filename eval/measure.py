@@ -1,0 +1,243 @@
+"""`python -m eval.measure`: is this draft worth it? Acceptance, speed and latency on prompts it never saw.
+
+Every prompt is decoded plainly and speculatively, one right after the other with the same parameters and
+seed, and the order alternates from pair to pair (ABBA), so that drift of the machine falls on both alike.
+Each pair is on the disk before the next begins: a killed run goes on where it was. `measure.json` follows
+`measure.schema.json`; beside it stands `report.html`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from rich.console import Console
+from torch import nn
+
+from configs.entry import entry
+from configs.errors import TrafficError
+from configs.schema import Config
+from data.tokens import Prompt, prompts, split_file
+from eval.bench import Bench, Partial, as_plain, content, draft_hash, dtype_name, run_key
+from eval.machine import share_of_others
+from eval.report import report
+from eval.rows import Conditions, Pair, gaps, quantile_curve, rows, verdict
+from eval.terminal import show, warn_if_busy
+from models.checkpoint import find_draft, load_draft, read_config
+from models.files import ensure_writable, sha256_file, write_json, write_text
+from models.provenance import provenance
+from models.target import Target
+
+SCHEMA = "leadout.measure/1"
+SCHEMA_FILE = Path(__file__).with_name("measure.schema.json")
+PARTIAL = "measure.partial.jsonl"
+
+
+@entry()
+def main(config: Config) -> None:
+    measure(config, Console())
+
+
+def measure(config: Config, console: Console) -> dict[str, Any]:
+    """Measures, writes measure.json and report.html, prints the table; returns what measure.json holds.
+
+    Everything that can be refused is refused before a model is timed. Raises `CheckpointError` (no draft, or
+    another target's), `TrafficError` (no held-out prompts, or some that were trained on) and `StorageError`.
+    """
+    folder = find_draft(config.eval.draft, Path(config.runs), config.experiment)
+    output = Path(config.eval.output) if config.eval.output else default_output(folder)
+    ensure_writable(output)
+    heldout, trained = prompts(config, "heldout"), prompts(config, "train")
+    check_heldout(config, heldout, trained)
+    chosen = evenly(heldout, config.eval.max_prompts)
+    where = provenance()
+    others_before = share_of_others()
+    warn_if_busy(console, others_before, config.eval.max_load, "before the run")
+    target = Target.load(config.target)
+    draft = load_draft(folder, target)
+    key = run_key(config, where, folder, target, chosen)
+    bench = Bench(config, target, draft)
+    pairs, loads = bench.run(chosen, Partial(output / PARTIAL, key, console), console)
+    measurement = {
+        "schema": SCHEMA,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **{name: where[name] for name in ("git", "hardware", "versions")},
+        "load": load(where, others_before, loads, config.eval.max_load),
+        "target": describe_target(config, target),
+        "draft": describe_draft(folder, draft),
+        "traffic": describe_traffic(config, chosen, heldout, trained),
+        "config": as_plain(config),
+        **results(pairs, bench.conditions()),
+    }
+    write(measurement, output)
+    show(measurement, output, console)
+    return measurement
+
+
+def default_output(folder: Path) -> Path:
+    """measure/ in the draft's run; beside a draft that lies elsewhere, a folder named after it."""
+    return folder.with_name("measure" if folder.name == "draft" else f"{folder.name}-measure")
+
+
+# ---- what is measured ----
+
+
+def check_heldout(config: Config, heldout: Sequence[Prompt], trained: Sequence[Prompt]) -> None:
+    """Refuses an empty held-out split, and one that shares a prompt with the training split."""
+    if not heldout:
+        raise TrafficError(
+            f"There are no held-out prompts in {split_file(config, 'heldout')}, so nothing to measure on. "
+            "Raise data.heldout_fraction or name data.heldout_sources, and run data.prepare again."
+        )
+    known = {content(prompt): prompt.id for prompt in trained}
+    shared = [(prompt.id, known[content(prompt)]) for prompt in heldout if content(prompt) in known]
+    if shared:
+        raise TrafficError(
+            f"{len(shared)} held-out prompts are training prompts too, the first being {shared[0][0]} "
+            f"(trained on as {shared[0][1]}): acceptance measured on them would flatter the draft. Run "
+            "python -m data.prepare again, and train on what it writes."
+        )
+
+
+def evenly(heldout: Sequence[Prompt], most: int) -> list[Prompt]:
+    """At most `most` prompts, one category after the other in turn, each in the file's order."""
+    queues: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in heldout:
+        queues[prompt.category].append(prompt)
+    longest = max(len(queue) for queue in queues.values())
+    turns = [queue[i] for i in range(longest) for _, queue in sorted(queues.items()) if i < len(queue)]
+    return turns[:most]
+
+
+# ---- measure.json ----
+
+
+def results(pairs: Sequence[Pair], conditions: Conditions) -> dict[str, Any]:
+    made = rows(pairs, conditions)
+    whole = [r for r in made if r["method"] != "plain" and r["category"] == r["context_bucket"] == "all"]
+    return {
+        "rows": made,
+        "verdicts": [
+            {
+                **{name: row[name] for name in ("temperature", "speedup", "speedup_ci")},
+                "verdict": verdict(row),
+            }
+            for row in whole
+        ],
+        "distributions": list(distributions(pairs, conditions.method)),
+        "generate": compared(pairs),
+        "details": [detail(pair) for pair in pairs],
+    }
+
+
+def distributions(pairs: Sequence[Pair], method: str) -> Iterator[dict[str, Any]]:
+    """Quantile curves of the waits between emissions and of whole answers, for the report's pictures."""
+    for temperature in sorted({pair.temperature for pair in pairs}):
+        here = [pair for pair in pairs if pair.temperature == temperature]
+        for name, runs in (("plain", [p.plain for p in here]), (method, [p.draft for p in here])):
+            yield {
+                "temperature": temperature,
+                "method": name,
+                "itl_ms": quantile_curve(gaps(runs)),
+                "e2e_ms": quantile_curve([run.seconds for run in runs]),
+            }
+
+
+def compared(pairs: Sequence[Pair]) -> dict[str, Any] | None:
+    """Totals of the comparison with transformers' `generate`; None when it was not asked for."""
+    found = [pair.generate for pair in pairs if pair.generate is not None]
+    if not found:
+        return None
+    seconds, tokens = sum(one["seconds"] for one in found), sum(one["new_tokens"] for one in found)
+    return {
+        "prompts": len(found),
+        "identical_plain": sum(one["identical_plain"] for one in found),
+        "identical_draft": sum(one["identical_draft"] for one in found),
+        "tokens_per_s": tokens / seconds if tokens else None,
+    }
+
+
+def detail(pair: Pair) -> dict[str, Any]:
+    kept = pair.to_dict()
+    for side, run in (("plain", pair.plain), ("draft", pair.draft)):
+        kept[side] = {
+            "new_tokens": len(run.tokens),
+            "finish": run.finish,
+            "seconds": run.seconds,
+            "prefill_seconds": run.prefill_seconds,
+            "rounds": len(run.rounds),
+            "accepted": sum(round.accepted for round in run.rounds),
+        }
+    return kept
+
+
+def load(where: dict[str, Any], before: float, during: Sequence[float], limit: float) -> dict[str, Any]:
+    """Who else used the machine: shares of its processors, 0 to 1."""
+    mean = sum(during) / len(during)
+    return {
+        "average_before": where["load_average"],
+        "others_before": before,
+        "others_during": mean,
+        "limit": limit,
+        "busy": max(before, mean) > limit,
+    }
+
+
+def describe_target(config: Config, target: Target) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "revision": target.revision,
+        "gguf_file": config.target.gguf_file,
+        "fingerprint": target.fingerprint(),
+        "tokenizer_fingerprint": target.tokenizer_fingerprint(),
+        "dtype": dtype_name(target),
+        "device": str(target.device),
+        "attention": config.target.attention,
+    }
+
+
+def describe_draft(folder: Path, draft: nn.Module) -> dict[str, Any]:
+    return {
+        "folder": str(folder),
+        "method": str(draft.method),
+        "sha256": draft_hash(folder),
+        "parameters": sum(p.numel() for p in draft.parameters() if p.requires_grad),
+        "training": read_config(folder).get("training"),
+    }
+
+
+def describe_traffic(
+    config: Config, chosen: Sequence[Prompt], heldout: Sequence[Prompt], trained: Sequence[Prompt]
+) -> dict[str, Any]:
+    files = [split_file(config, "train"), split_file(config, "heldout")]
+    return {
+        "folder": config.data.folder,
+        "files": {path.name: sha256_file(path) for path in files},
+        "measured": counted(chosen),
+        "heldout": counted(heldout),
+        "train_prompts": len(trained),
+        # check_heldout has refused anything else.
+        "disjoint": {"by": "SHA-256 of the prompt's token ids", "shared": 0},
+    }
+
+
+def counted(chosen: Sequence[Prompt]) -> dict[str, int]:
+    return dict(sorted(Counter(prompt.category for prompt in chosen).items()))
+
+
+def write(measurement: dict[str, Any], output: Path) -> None:
+    """Writes both files, each whole or not at all, and removes what only an interrupted run needs."""
+    jsonschema.validate(measurement, json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+    page = report(measurement)
+    write_json(output / "measure.json", measurement)
+    write_text(output / "report.html", page)
+    (output / PARTIAL).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The walk down literal trees, with every probability that is asked for written down.
+
+The chance is a list of answers to `accept`; what was asked and what was drawn from is noted.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoding.drafters import Proposal
+from decoding.randomness import Key, Purpose
+from decoding.tree import TokenTree
+from decoding.verify import residual, verify, without
+
+
+class Scripted:
+    def __init__(self, *answers: bool) -> None:
+        self.answers = list(answers)
+        self.asked: list[float] = []
+        self.keys: list[Key] = []
+        self.drawn_from: list[float] = []
+
+    def accept(self, probability: float, key: Key) -> bool:
+        self.asked.append(probability)
+        self.keys.append(key)
+        return self.answers.pop(0)
+
+    def draw(self, probs: Tensor, key: Key) -> int:
+        self.drawn_from = probs.tolist()
+        self.keys.append(key)
+        return int(probs.argmax())
+
+
+P = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+Q = torch.tensor([0.4, 0.1, 0.3, 0.2], dtype=torch.float64)
+
+# 0 - 1 (token 3) - 3 (token 2)
+#   \ 2 (token 1)
+TREE = TokenTree([0, 3, 1, 2], [-1, 0, 0, 1])
+
+
+def laws(node: int) -> Tensor:
+    return [P, P.flip(0), P, P.roll(1)][node]
+
+
+def test_all_accepted_ends_with_a_bonus_from_the_leafs_law() -> None:
+    chance = Scripted(True, True)
+    verdict = verify(Proposal(TREE), laws, chance, position=10)
+    assert verdict.path == (0, 1, 3)
+    # p(3) at the root is .4; node 1's law is .4 .3 .2 .1, of which token 2 has .2; node 3's law is .4 .1 .2
+    # .3.
+    assert chance.asked == pytest.approx([0.4, 0.2])
+    assert chance.drawn_from == pytest.approx([0.4, 0.1, 0.2, 0.3])
+    assert verdict.next_token == 0
+    assert chance.keys == [Key(11, Purpose.accept), Key(12, Purpose.accept), Key(13, Purpose.emit)]
+
+
+def test_deterministic_children_leave_the_law_when_refused() -> None:
+    chance = Scripted(False, False)
+    verdict = verify(Proposal(TREE), laws, chance, position=10)
+    assert verdict.path == (0,)
+    # .4, then p(1) of what is left without token 3: .2 / .6; then tokens 0 and 2 remain with .1 and .3 of .4.
+    assert chance.asked == pytest.approx([0.4, 1 / 3])
+    assert chance.drawn_from == pytest.approx([0.25, 0, 0.75, 0])
+    assert chance.keys == [Key(11, Purpose.accept, 0), Key(11, Purpose.accept, 1), Key(11, Purpose.emit)]
+
+
+def test_second_child_may_be_the_one_accepted() -> None:
+    verdict = verify(Proposal(TREE), laws, Scripted(False, True), position=10)
+    assert verdict.path == (0, 2)
+    assert verdict.next_token == 3  # node 2 is a leaf with law P
+
+
+def test_sampled_children_without_replacement() -> None:
+    # Children 0, then 2, drawn from Q. p / q = .1 / .4. After a refusal p - q is 0 .1 0 .2 (below 0: 0), that
+    # is 0 1/3 0 2/3, and q without token 0 is 0 1/6 3/6 2/6, so that token 2 has 0 of it; after that, p - q
+    # is 0 1/6 0 2/6, again 0 1/3 0 2/3.
+    tree = TokenTree([9, 0, 2], [-1, 0, 0])
+    chance = Scripted(False, False)
+    verify(Proposal(tree, {0: Q}), lambda node: P, chance, position=0)
+    assert chance.asked == pytest.approx([0.25, 0])
+    assert chance.drawn_from == pytest.approx([0, 1 / 3, 0, 2 / 3])
+
+
+def test_sampled_child_likelier_under_the_target_is_certain() -> None:
+    chance = Scripted(True)
+    verify(Proposal(TokenTree.chain(9, [3]), {0: Q}), lambda node: P, chance, position=0)
+    assert chance.asked == pytest.approx([2.0])  # .4 / .2; 1 or more always holds
+
+
+def test_nodes_without_a_law_are_deterministic() -> None:
+    chance = Scripted(True, True)
+    verify(Proposal(TokenTree.chain(9, [3, 2]), {0: Q}), lambda node: P, chance, position=0)
+    assert chance.asked == pytest.approx([2.0, 0.3])
+
+
+def test_law_is_asked_for_at_walked_nodes_only() -> None:
+    walked: list[int] = []
+
+    def law(node: int) -> Tensor:
+        walked.append(node)
+        return P
+
+    verify(Proposal(TREE), law, Scripted(False, True), position=0)
+    assert walked == [0, 2]
+
+
+def test_forbidden_token_is_refused_even_by_the_smallest_number() -> None:
+    class Zero(Scripted):
+        def accept(self, probability: float, key: Key) -> bool:
+            return probability > 0.0
+
+    law = torch.tensor([0.5, 0.5, 0.0])
+    for q in (None, {0: torch.tensor([0.0, 0.0, 1.0])}, {0: torch.tensor([0.5, 0.5, 0.0])}):
+        verdict = verify(Proposal(TokenTree.chain(0, [2]), q), lambda node: law, Zero(), position=0)
+        assert verdict.path == (0,)
+
+
+def test_residual_without_mass_falls_back_to_p() -> None:
+    assert torch.equal(residual(P, P, 1), P)
+    certain = torch.tensor([0.0, 1.0])
+    assert torch.equal(residual(certain, None, 1), certain)
+
+
+def test_exhausted_draft_law_stays_finite() -> None:
+    left = without(torch.tensor([0.0, 1.0]), 1)
+    assert left is not None
+    assert left.tolist() == [0, 0]
+    assert without(None, 1) is None

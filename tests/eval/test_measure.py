@@ -1,0 +1,275 @@
+"""The whole measurement on a tiny target and draft, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from configs.errors import CheckpointError, StorageError, TrafficError
+from configs.schema import Config, DataConfig, DecodeConfig, Dtype, EvalConfig, MethodConfig, TargetConfig
+from data.tokens import Prompt
+from eval.bench import Bench, Partial, run_key
+from eval.generate import generate
+from eval.measure import PARTIAL, evenly, measure
+from models.checkpoint import save_draft
+from models.files import read_lines, write_text
+from models.target import Target
+from tests.conftest import tiny_draft, tiny_target
+
+HELDOUT = [
+    ("h1", "maths", [5, 6, 7]),
+    ("h2", "maths", [8, 9]),
+    ("h3", "code", [10, 11, 12, 13]),
+    ("h4", "code", [5]),
+]
+
+
+def prompt_lines(prompts: list[tuple[str, str, list[int]]]) -> str:
+    return "".join(
+        json.dumps({"id": id, "category": category, "prompt_ids": ids, "messages": []}) + "\n"
+        for id, category, ids in prompts
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A target, an untrained draft in a finished run, and prepared traffic, all on the disk."""
+    target = tiny_target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    save_draft(
+        tmp_path / "runs" / "tiny" / "20260101-000000" / "draft", tiny_draft(target), target, {"steps": 3}
+    )
+    write_text(tmp_path / "data" / "train.jsonl", prompt_lines([("t1", "maths", [20, 21])]))
+    write_text(tmp_path / "data" / "heldout.jsonl", prompt_lines(HELDOUT))
+    return Config(
+        experiment="tiny",
+        runs=str(tmp_path / "runs"),
+        target=TargetConfig(name=str(tmp_path / "target"), dtype=Dtype.float32, device="cpu"),
+        method=MethodConfig(name="eagle3"),
+        data=DataConfig(folder=str(tmp_path / "data")),
+        decode=DecodeConfig(draft_tokens=2, max_new_tokens=6),
+        eval=EvalConfig(max_prompts=4, warmup_prompts=1, bootstrap=50, max_load=1.0),
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.measure.share_of_others", lambda: 0.0)
+
+
+def run(config: Config) -> tuple[dict[str, Any], str]:
+    """(what measure.json holds, what the terminal showed)."""
+    screen = io.StringIO()
+    return measure(config, Console(file=screen, width=140)), screen.getvalue()
+
+
+def folder(config: Config) -> Path:
+    return Path(config.runs) / "tiny" / "20260101-000000" / "measure"
+
+
+def test_a_whole_measurement(config: Config) -> None:
+    config.eval.compare_generate = True
+    config.eval.temperatures = [0.0, 1.0]
+    made, screen = run(config)
+    stored = json.loads((folder(config) / "measure.json").read_text())
+    assert stored == made
+    assert stored["traffic"]["measured"] == {"code": 2, "maths": 2}
+    assert stored["draft"]["training"] == {"steps": 3}
+    keys = {(r["temperature"], r["method"], r["category"], r["context_bucket"]) for r in stored["rows"]}
+    groups = [("all", "all"), ("maths", "all"), ("code", "all"), ("all", "1-128")]
+    assert keys == {(t, m, *group) for t in (0.0, 1.0) for m in ("plain", "eagle3") for group in groups}
+    # Float32 and greedy: plain, speculative and transformers' own outputs are the same tokens.
+    whole = next(
+        r for r in stored["rows"] if r["method"] == "eagle3" and r["category"] == r["context_bucket"] == "all"
+    )
+    assert (whole["temperature"], whole["identical_count"], whole["first_divergence_gap"]) == (0.0, 4, None)
+    peer = stored["generate"]
+    assert (peer["prompts"], peer["identical_plain"], peer["identical_draft"]) == (4, 4, 4)
+    assert "measure.json" in screen
+    assert "report.html" in screen
+    assert "maths" in screen
+    assert "<svg" in (folder(config) / "report.html").read_text()
+    assert not (folder(config) / PARTIAL).exists()
+
+
+def test_runs_alternate_which_way_goes_first(config: Config) -> None:
+    made, _ = run(config)
+    assert [pair["first"] for pair in made["details"]] == ["plain", "draft", "plain", "draft"]
+
+
+def test_an_interrupted_run_goes_on(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped while the third pair is decoded: two pairs are kept, and only two are decoded after that."""
+    decoded: list[str] = []
+    kept = stop_after(2, decoded, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    assert decoded == ["h3", "h1", "h4"]
+    lines = read_lines(folder(config) / PARTIAL)
+    assert [line["pair"]["prompt"] for line in lines[1:]] == ["h3", "h1"]
+    with open(folder(config) / PARTIAL, "a") as file:  # a line torn by a kill
+        file.write('{"pair": {"prom')
+
+    decoded.clear()
+    monkeypatch.setattr(Bench, "pair", kept)
+    made, screen = run(config)
+    assert decoded == []
+    assert "Going on after 2 pairs" in screen
+    before = [line["pair"]["plain"]["seconds"] for line in lines[1:]]
+    assert [pair["plain"]["seconds"] for pair in made["details"]][:2] == before
+    assert [pair["prompt"] for pair in made["details"]] == ["h3", "h1", "h4", "h2"]
+
+
+def stop_after(count: int, decoded: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Interrupts the run when it decodes the pair after `count` others; returns the untouched method."""
+    pair = Bench.pair
+
+    def stopping(self: Bench, prompt: Prompt, *rest: Any) -> Any:
+        decoded.append(prompt.id)
+        if len(decoded) > count:
+            raise KeyboardInterrupt
+        return pair(self, prompt, *rest)
+
+    monkeypatch.setattr(Bench, "pair", stopping)
+    return pair
+
+
+def test_pairs_of_another_configuration_are_not_used(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = stop_after(2, [], monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    monkeypatch.setattr(Bench, "pair", kept)
+    config.decode.draft_tokens = 1
+    made, screen = run(config)
+    assert "measuring from the start" in screen
+    assert len(made["details"]) == 4
+    assert all(pair["draft"]["accepted"] <= pair["draft"]["rounds"] for pair in made["details"])  # K = 1
+
+
+def test_the_key_covers_what_a_pair_depends_on(config: Config, target: Target, tmp_path: Path) -> None:
+    draft = Path(config.runs) / "tiny" / "20260101-000000" / "draft"
+    where = {"git": None, "hardware": {}, "versions": {}}
+    chosen = [Prompt("h1", "maths", [5, 6, 7])]
+    key = run_key(config, where, draft, target, chosen)
+    assert key == run_key(config, where, draft, target, chosen)
+    assert key != run_key(config, {**where, "hardware": {"threads": 2}}, draft, target, chosen)
+    assert key != run_key(config, where, draft, target, [Prompt("h1", "maths", [5, 6, 8])])
+    assert key != run_key(config, where, draft, tiny_target(seed=1), chosen)
+    save_draft(tmp_path / "other", tiny_draft(target, seed=1), target, {})
+    assert key != run_key(config, where, tmp_path / "other", target, chosen)
+    config.seed = 1
+    assert key != run_key(config, where, draft, target, chosen)
+
+
+def test_a_partial_file_of_another_key_is_replaced(tmp_path: Path) -> None:
+    Partial(tmp_path / PARTIAL, "one", Console(file=io.StringIO()))
+    Partial(tmp_path / PARTIAL, "two", Console(file=io.StringIO()))
+    assert read_lines(tmp_path / PARTIAL) == [{"key": "two"}]
+
+
+def test_zero_rounds(config: Config) -> None:
+    """One token per answer comes from the prefill: no round, so no acceptance, and no invented number."""
+    config.decode.max_new_tokens = 1
+    made, screen = run(config)
+    whole = next(row for row in made["rows"] if row["method"] == "eagle3")
+    assert whole["rounds"] == 0
+    assert whole["new_tokens"] == 4
+    assert whole["mean_acceptance_length"] is None
+    assert "–" in screen
+
+
+def test_divergence_is_found_with_its_gap(config: Config, target: Target) -> None:
+    """After prompt and common tokens the target's two largest logits are a known distance apart."""
+    bench = Bench(config, target, tiny_draft(target))
+    assert bench.divergence([5, 6], [7, 8], [7, 8]) is None
+    found = bench.divergence([5, 6], [7, 8, 9], [7, 10])
+    assert found is not None
+    logits = target.model(torch.tensor([[5, 6, 7]])).logits[0, -1].sort(descending=True).values
+    assert (found.index, found.plain, found.draft) == (1, 8, 10)
+    assert found.gap == pytest.approx(float(logits[0] - logits[1]), rel=1e-4)
+    shorter = bench.divergence([5, 6], [7, 8], [7])
+    assert shorter is not None
+    assert (shorter.index, shorter.plain, shorter.draft) == (1, 8, None)
+
+
+def test_both_ways_share_parameters_and_prompts_do_not_share_draws(config: Config, target: Target) -> None:
+    bench = Bench(config, target, tiny_draft(target))
+    one, other = Prompt("h1", "maths", [5]), Prompt("h2", "maths", [5])
+    assert bench.params(one, 1.0, 0) == bench.params(one, 1.0, 0)
+    assert bench.params(one, 1.0, 0).temperature == 1.0
+    assert len({bench.params(p, 1.0, r).seed for p in (one, other) for r in (0, 1)}) == 4
+
+
+def test_generate_sets_the_models_own_penalties_aside(target: Target) -> None:
+    plain, _ = generate(target, [5, 6, 7], 12)
+    target.model.generation_config.repetition_penalty = 5.0
+    assert generate(target, [5, 6, 7], 12)[0] == plain
+    assert target.model.generation_config.repetition_penalty == 5.0
+
+
+def test_prompts_are_taken_evenly() -> None:
+    """Three of b and one each of a and c; four are asked for."""
+    prompts = [Prompt(f"{c}{i}", c, [i]) for c, n in (("b", 3), ("a", 1), ("c", 1)) for i in range(n)]
+    assert [prompt.id for prompt in evenly(prompts, 4)] == ["a0", "b0", "c0", "b1"]
+
+
+# ---- bad inputs ----
+
+
+def test_no_draft_yet(config: Config, tmp_path: Path) -> None:
+    config.runs = str(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match=r"train\.distill"):
+        run(config)
+
+
+def test_a_draft_for_another_target(config: Config, tmp_path: Path) -> None:
+    tiny_target(seed=1).model.save_pretrained(tmp_path / "target")
+    with pytest.raises(CheckpointError, match="another target"):
+        run(config)
+
+
+def test_no_heldout_prompts(config: Config) -> None:
+    write_text(Path(config.data.folder) / "heldout.jsonl", "")
+    with pytest.raises(TrafficError, match="no held-out prompts"):
+        run(config)
+
+
+def test_a_heldout_prompt_that_was_trained_on(config: Config) -> None:
+    """Another id does not hide the same content."""
+    write_text(Path(config.data.folder) / "train.jsonl", prompt_lines([("other", "x", [8, 9])]))
+    with pytest.raises(
+        TrafficError, match=r"1 held-out prompts are training prompts too, the first being h2"
+    ):
+        run(config)
+
+
+def test_an_output_that_cannot_be_written(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config.eval.output = str(tmp_path / "file" / "measure")
+    with pytest.raises(StorageError, match="Cannot write"):
+        run(config)
+
+
+def test_earlier_results_survive_a_failed_run(config: Config) -> None:
+    run(config)
+    before = (folder(config) / "measure.json").read_bytes()
+    write_text(Path(config.data.folder) / "heldout.jsonl", "")
+    with pytest.raises(TrafficError):
+        run(config)
+    assert (folder(config) / "measure.json").read_bytes() == before
+
+
+def test_a_busy_machine_is_warned_about(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eval.measure.share_of_others", lambda: 0.9)
+    config.eval.max_load = 0.5
+    made, screen = run(config)
+    assert "The machine is busy" in screen
+    assert "90%" in screen
+    assert made["load"]["busy"] is True

@@ -1,0 +1,187 @@
+"""Rows of measure.json from literal rounds and seconds; expected values are worked out in the comments."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from eval.measure import SCHEMA_FILE
+from eval.rows import Pair, bootstrap, percentiles, row, rows, verdict
+from tests.eval.samples import CONDITIONS, draft_run, measurement, pair, plain_run, two_pairs
+
+
+def whole(made: list[dict], method: str) -> dict:
+    return next(r for r in made if r["method"] == method and r["category"] == r["context_bucket"] == "all")
+
+
+def test_acceptance_is_pooled_over_rounds() -> None:
+    """Rounds accept 2, 1, 0, 1 of 2 drafted."""
+    draft = whole(rows(two_pairs(), CONDITIONS), "eagle3")
+    assert draft["rounds"] == 4
+    assert draft["mean_acceptance_length"] == 2.0  # 1 + 4 / 4
+    assert draft["acceptance_rate"] == 0.5  # 4 / 8
+    assert draft["acceptance_by_position"] == [
+        0.75,
+        0.25,
+    ]  # three rounds took the first token, one the second
+    assert draft["conditional_acceptance"] == [0.75, pytest.approx(1 / 3)]  # of the three that got there, one
+
+
+def test_plain_rows_have_no_draft() -> None:
+    plain = whole(rows(two_pairs(), CONDITIONS), "plain")
+    assert plain["mean_acceptance_length"] == 1.0
+    for name in (
+        "acceptance_rate",
+        "acceptance_by_position",
+        "conditional_acceptance",
+        "speedup",
+        "speedup_ci",
+    ):
+        assert plain[name] is None
+    assert plain["identical_outputs"] is None
+    assert plain["tokens_per_s"] == 1.0  # 10 tokens in 6 + 4 s
+
+
+def test_speedup_is_a_ratio_of_totals() -> None:
+    """Plain 6 + 4 s; speculative 1 + 2 * 1.5 = 4 s each. Decoding alone: 5 + 3 against 3 + 3."""
+    draft = whole(rows(two_pairs(), CONDITIONS), "eagle3")
+    assert draft["speedup"] == 1.25  # 10 / 8, not the mean of 1.5 and 1.0
+    assert draft["speedup_basis"] == "wall"
+    assert draft["speedup_decode"] == pytest.approx(8 / 6)
+    assert draft["tokens_per_s"] == 1.25
+    low, high = draft["speedup_ci"]
+    assert (low, high) == (1.0, 1.5)  # draws of two prompts: AA 12/8, AB 10/8, BB 8/8
+
+
+def test_outputs_of_different_length_are_compared_per_token() -> None:
+    """6 tokens in 6 s against 3 tokens in 4 s: wall time would say 1.5, yet each token became dearer."""
+    pairs = [pair("A", plain_run([1, 2, 3, 4, 5, 6]), draft_run([1, 2, 3], [0, 0]), temperature=1.0)]
+    made = row(pairs, True, "all", "all", CONDITIONS)
+    assert made["speedup_basis"] == "per_token"
+    assert made["speedup"] == pytest.approx(0.75)  # (6 / 6) / (4 / 3)
+    assert made["speedup_decode"] == pytest.approx(2 / 3)  # (5 s / 5 tokens) / (3 s / 2 tokens)
+    assert any("seconds per token" in note for note in made["notes"])
+    assert made["identical_outputs"] is None
+    assert any("temperature > 0" in note for note in made["notes"])
+
+
+def test_identity_and_the_largest_gap() -> None:
+    made = rows(two_pairs(), CONDITIONS)
+    draft = whole(made, "eagle3")
+    assert (draft["identical_outputs"], draft["identical_count"], draft["first_divergence_gap"]) == (
+        0.5,
+        1,
+        0.25,
+    )
+    maths = next(r for r in made if r["method"] == "eagle3" and r["category"] == "maths")
+    assert (maths["identical_outputs"], maths["first_divergence_gap"]) == (1.0, None)
+
+
+def test_latency_by_emission() -> None:
+    """Emissions of A: 1, 2.5, 4 s. The waits between are 1.5 s although 5 tokens came in 3 s."""
+    made = row(two_pairs()[:1], True, "maths", "all", CONDITIONS)
+    assert made["ttft_ms"]["p50"] == 1000
+    assert made["itl_ms"]["p50"] == 1500
+    assert made["tpot_ms"]["p50"] == 600  # (4 - 1) / 5 s
+    assert made["e2e_ms"]["p50"] == 4000
+    assert made["decoder_ms"]["p50"] == pytest.approx(100)  # 1.5 - 1.0 - 0.4
+
+
+def test_percentiles_need_values_beyond_them() -> None:
+    assert percentiles([]) is None
+    assert percentiles([2.0]) == {"p50": 2000.0, "p90": None, "p99": None}
+    assert percentiles([1.0] * 10) == {"p50": 1000.0, "p90": 1000.0, "p99": None}
+    hundred = percentiles([i / 1000 for i in range(1, 101)])  # 1 to 100 ms
+    assert hundred == {"p50": pytest.approx(50.5), "p90": pytest.approx(90.1), "p99": pytest.approx(99.01)}
+
+
+def test_rows_by_category_and_prompt_length() -> None:
+    made = {
+        (r["method"], r["category"], r["context_bucket"]): r["prompts"] for r in rows(two_pairs(), CONDITIONS)
+    }
+    code = "<b>code</b> & $more$"
+    groups = {
+        ("all", "all"): 2,
+        ("maths", "all"): 1,
+        (code, "all"): 1,
+        ("all", "1-128"): 1,
+        ("all", "129-512"): 1,
+    }
+    assert made == {(m, *group): n for m in ("plain", "eagle3") for group, n in groups.items()}
+
+
+def test_repeats_of_a_prompt_are_one_cluster() -> None:
+    """Twice the same prompt is still one prompt: no interval."""
+    first = two_pairs()[0]
+    made = row([first, replace(first, repeat=1)], True, "all", "all", CONDITIONS)
+    assert made["prompts"] == 1
+    assert made["speedup"] == 1.5
+    assert made["speedup_ci"] is None
+
+
+def test_no_round_gives_nulls() -> None:
+    """Both outputs end with their first token: nothing was drafted, and nothing is claimed."""
+    pairs = [pair(name, plain_run([5]), draft_run([5], [])) for name in "AB"]
+    made = whole(rows(pairs, CONDITIONS), "eagle3")
+    for name in (
+        "mean_acceptance_length",
+        "mean_acceptance_length_ci",
+        "acceptance_rate",
+        "acceptance_by_position",
+    ):
+        assert made[name] is None
+    assert made["itl_ms"] is None
+    assert made["tpot_ms"] is None
+    assert made["decoder_ms"] is None
+    assert made["speedup"] == 1.0
+    assert made["speedup_decode"] is None  # 0 / 0 s
+    jsonschema.validate(measurement(pairs), json.loads(SCHEMA_FILE.read_text()))
+
+
+def test_bootstrap_is_seeded_and_brackets_the_value() -> None:
+    import numpy as np
+
+    sums = np.array([[float(i), 10.0] for i in range(1, 21)])
+    first = bootstrap(lambda s: s[..., 0] / s[..., 1], sums, CONDITIONS)
+    assert first == bootstrap(lambda s: s[..., 0] / s[..., 1], sums, CONDITIONS)
+    assert first is not None
+    assert first[0] < 1.05 < first[1]  # mean of 1..20 is 10.5
+    # The mean's standard error is 5.77 / sqrt(20) / 10 = 0.129, so the interval spans about 4 * 0.129.
+    assert 0.35 < first[1] - first[0] < 0.65
+
+
+@pytest.mark.parametrize(
+    ("interval", "words"),
+    [
+        ([1.1, 1.3], "pays"),
+        ([0.7, 0.9], "does not pay"),
+        ([0.9, 1.1], "not shown to pay"),
+        (None, "cannot tell"),
+    ],
+)
+def test_verdict(interval: list[float] | None, words: str) -> None:
+    assert words in verdict({"speedup": 1.2, "speedup_ci": interval})
+
+
+def test_pairs_survive_json() -> None:
+    for one in two_pairs():
+        assert Pair.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+def test_every_field_is_defined_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    fields = {name.removesuffix("_ci") for name in rows(two_pairs(), CONDITIONS)[0]} - {"confidence"}
+    assert [name for name in sorted(fields) if f"`{name}`" not in text] == []
+
+
+def test_schema_refuses_a_zero_for_an_absent_speed() -> None:
+    made = measurement()
+    schema = json.loads(SCHEMA_FILE.read_text())
+    jsonschema.validate(made, schema)
+    made["rows"][0]["tokens_per_s"] = 0
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(made, schema)

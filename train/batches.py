@@ -1,0 +1,126 @@
+"""The order in which rows are trained on, and the padded batch that an objective receives.
+
+The order follows from (seed, epoch) alone and a position in it is an optimiser step, so a run that stops at step k
+goes on with exactly the rows it would have seen.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from data.tokens import TokenRow
+
+JITTER = 0.1  # rows whose lengths differ by less than this share may trade places between epochs
+
+
+@dataclass(frozen=True)
+class RowFeatures:
+    """What the target says about one token row of T tokens, R of which (at r + 1) are trained on."""
+
+    taps: Tensor  # [T, n_taps * d]
+    rows: Tensor  # [R] int64, on the CPU: the target rows r with m_{r+1} = 1, ascending
+    hidden: Tensor  # [R, d] last hidden states of those rows, after the final norm
+    lse: Tensor  # [R] float32: log-sum-exp of the rows' logits over the full vocabulary
+    argmax: Tensor  # [R] int64: the rows' most likely token in the full vocabulary
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows padded on the right to T tokens. The N taught target rows of all of them lie packed, in order."""
+
+    tokens: Tensor  # [B, T] int64
+    mask: Tensor  # [B, T] bool: tokens to train on; False on padding
+    taps: Tensor  # [B, T, n_taps * d]
+    teacher: Tensor  # [B, T] int64: where target row r lies in the packed tensors; -1 where it is not kept
+    hidden: Tensor  # [N, d]
+    lse: Tensor  # [N] float32
+    argmax: Tensor  # [N] int64
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)}
+        return replace(self, **moved)
+
+
+def collate(rows: Sequence[TokenRow], features: Sequence[RowFeatures]) -> Batch:
+    """Pads rows and their features to one batch."""
+    size = (len(rows), max(len(row.input_ids) for row in rows))
+    tokens = torch.zeros(size, dtype=torch.int64)
+    mask = torch.zeros(size, dtype=torch.bool)
+    teacher = torch.full(size, -1, dtype=torch.int64)
+    taps = features[0].taps.new_zeros(*size, features[0].taps.shape[-1])
+    packed = 0
+    for b, (row, feature) in enumerate(zip(rows, features, strict=True)):
+        length, taught = len(row.input_ids), len(feature.rows)
+        tokens[b, :length] = torch.tensor(row.input_ids)
+        mask[b, :length] = torch.tensor(row.loss_mask, dtype=torch.bool)
+        taps[b, :length] = feature.taps
+        teacher[b, feature.rows] = torch.arange(packed, packed + taught)
+        packed += taught
+    return Batch(
+        tokens,
+        mask,
+        taps,
+        teacher,
+        hidden=torch.cat([f.hidden for f in features]),
+        lse=torch.cat([f.lse for f in features]),
+        argmax=torch.cat([f.argmax for f in features]),
+    )
+
+
+def pack(sizes: Sequence[int], order: Sequence[int], tokens: int) -> list[list[int]]:
+    """Cuts `order` into batches of at most `tokens` padded tokens. A row longer than that is a batch of its own."""
+    batches: list[list[int]] = []
+    longest = 0
+    for row in order:
+        longest = max(longest, sizes[row])
+        if not batches or longest * (len(batches[-1]) + 1) > tokens:
+            batches.append([])
+            longest = sizes[row]
+        batches[-1].append(row)
+    return batches
+
+
+def shuffled(sizes: Sequence[int], tokens: int, seed: int, epoch: int) -> list[list[int]]:
+    """One epoch: every row once, in batches of similar lengths, both in an order drawn from (seed, epoch)."""
+    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    blurred = torch.tensor(sizes) * (1 + JITTER * torch.rand(len(sizes), generator=generator))
+    batches = pack(sizes, blurred.argsort().tolist(), tokens)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+class Plan:
+    """Which micro-batches of rows make up each optimiser step."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        tokens: int,
+        accumulation: int,
+        epochs: int,
+        seed: int,
+        max_steps: int | None = None,
+    ) -> None:
+        """`sizes`: tokens per row. `tokens`: padded tokens per micro-batch. `max_steps` ends the plan early."""
+        self._epoch = lru_cache(maxsize=1)(lambda epoch: shuffled(sizes, tokens, seed, epoch))
+        self._accumulation = accumulation
+        counts = [-(-len(self._epoch(epoch)) // accumulation) for epoch in range(epochs)]
+        self._ends = list(itertools.accumulate(counts))
+        self.steps = min(self._ends[-1], max_steps or self._ends[-1])
+
+    def epoch(self, step: int) -> int:
+        """The epoch that step (0, 1, ...) belongs to."""
+        return bisect.bisect_right(self._ends, step)
+
+    def __getitem__(self, step: int) -> list[list[int]]:
+        """The micro-batches of `step`, each a list of row numbers; the last step of an epoch may have fewer."""
+        epoch = self.epoch(step)
+        first = (step - (self._ends[epoch - 1] if epoch else 0)) * self._accumulation
+        return self._epoch(epoch)[first : first + self._accumulation]

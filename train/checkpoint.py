@@ -1,0 +1,98 @@
+"""A training run's complete state: `checkpoints/step_000123/`, whole or absent.
+
+Accelerate writes and reads model, optimiser, scheduler and random states. Beside them, state.json has the position in
+the data, what was gathered for the next log line, and a digest of the random states: accelerate passes over random
+states that it cannot restore, and a run that goes on with others is not the same run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError
+from torch import nn
+
+from configs.errors import CheckpointError
+from models.files import write_folder, write_json
+
+STATE = "state.json"
+WEIGHTS = "model.safetensors"  # accelerate's name
+
+
+@dataclass
+class State:
+    """Where a run stands, as JSON."""
+
+    step: int = 0  # optimiser steps done; the data's order and epoch follow from it (train/batches.py)
+    tokens: int = 0  # tokens trained on so far
+    seconds: float = 0.0  # spent training, over all processes that worked on the run
+    window: Window = field(default_factory=lambda: Window())
+
+
+@dataclass
+class Window:
+    """What was gathered since the last log line."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def save(folder: Path, accelerator: Accelerator, state: State) -> None:
+    """Writes everything that a run needs to go on, in one step. Raises `StorageError` if the disk does not take it."""
+
+    def write(temporary: Path) -> None:
+        accelerator.save_state(str(temporary))
+        write_json(temporary / STATE, asdict(state) | {"random": random_digest()})
+
+    write_folder(folder, write)
+
+
+def restore(folder: Path, accelerator: Accelerator) -> State:
+    """Puts the run that `accelerator` prepared where `folder` says, and returns its state. Raises `CheckpointError`."""
+    try:
+        saved = json.loads((folder / STATE).read_text())
+        accelerator.load_state(str(folder))
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise damaged(folder, str(error)) from error
+    if saved.pop("random") != random_digest():
+        raise damaged(folder, "its random states could not be restored")
+    return State(**saved | {"window": Window(**saved["window"])})
+
+
+def load_weights(folder: Path, module: nn.Module) -> None:
+    """Only the weights, into the module that was trained. Raises `CheckpointError`."""
+    try:
+        module.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise damaged(folder, str(error)) from error
+
+
+def damaged(folder: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {folder} cannot be restored: {' '.join(reason.split())[:300]}. Remove that folder to go on from "
+        "the one before it, or start anew with trainer.resume=never."
+    )
+
+
+def random_digest() -> str:
+    """SHA-256 over the states of Python's, numpy's and torch's generators."""
+    kind, keys, *rest = np.random.get_state()
+    parts: list[Any] = [random.getstate(), kind, np.asarray(keys).tolist(), rest]
+    parts.append(torch.get_rng_state().tolist())
+    if torch.cuda.is_available():
+        parts.append([state.tolist() for state in torch.cuda.get_rng_state_all()])
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -1,0 +1,152 @@
+"""`python -m train.distill`: distils a draft from the target on prepared traffic.
+
+Order: everything that can be refused is refused before the target loads; rows, draft vocabulary and features follow;
+then the run begins or goes on. The method is found by its name: `models/<name>.py` has the network, and
+`train/objectives/<name>.py` what it learns from.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+
+from configs import schema
+from configs.entry import entry
+from configs.errors import ConfigError
+from configs.schema import Config, MethodConfig, typed
+from data.tokens import Prompt, TokenRow, load_token_rows, prompts
+from models import save_draft
+from models.files import ensure_writable
+from models.provenance import provenance
+from models.target import Target
+from train import features
+from train.checkpoint import load_weights
+from train.features import Cached, Online
+from train.loop import Training
+from train.objectives import Objective
+from train.runs import Run, contract, open_run
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method's settings, checked and complete, and where its objective is made."""
+
+    name: str
+    network: Any  # models.<name>.NetworkConfig
+    settings: Any  # train.objectives.<name>.ObjectiveConfig
+    objective: ModuleType
+
+    def build(self, target: Target, rows: Sequence[TokenRow], seed: int) -> Objective:
+        return self.objective.build(self.network, self.settings, target, rows, seed)
+
+    def values(self) -> dict[str, Any]:
+        return {"name": self.name, "network": asdict(self.network), "objective": asdict(self.settings)}
+
+
+def find_method(config: MethodConfig) -> Method:
+    """The method that `config` names. Raises `ConfigError` for an unknown one and for settings it does not have."""
+    network, objective = (module(f"{room}.{config.name}", config.name) for room in ("models", "train.objectives"))
+    return Method(
+        config.name,
+        typed(network.NetworkConfig, config.network, "method.network"),
+        typed(objective.ObjectiveConfig, config.objective, "method.objective"),
+        objective,
+    )
+
+
+def module(path: str, method: str) -> ModuleType:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:
+            raise
+        raise ConfigError(
+            f"method.name={method} is unknown: there is no {path.replace('.', '/')}.py. Use a method of configs/method/."
+        ) from None
+
+
+def distil(config: Config, console: Console) -> Path:
+    """Trains as `config` says; returns the run's folder, with `draft/` in it."""
+    method = find_method(config.method)
+    ensure_writable(Path(config.runs) / config.experiment)
+    target = Target.load(config.target)
+    rows = load_token_rows(config, target)
+    heldout = evenly(prompts(config, "heldout"), config.trainer.eval_prompts)
+    if not heldout:
+        raise ConfigError("There are no held-out prompts to judge the draft by. Raise data.heldout_fraction and prepare again.")
+    objective = method.build(target, rows, config.seed)
+    run = open_run(config, contract(config, method.values(), features.rows_digest(rows), target.fingerprint()))
+    say(console, run, objective, rows)
+    source = feature_source(config, target, rows, objective, console)
+    training = Training(config, objective, target, source, rows, heldout, run, console)
+    training.resume()
+    training.train()
+    finish(training, method)
+    return run.folder
+
+
+def feature_source(
+    config: Config, target: Target, rows: Sequence[TokenRow], objective: Objective, console: Console
+) -> Cached | Online:
+    if config.trainer.features is schema.Features.online:
+        return Online(target, rows, objective.taps)
+    folder = Path(config.data.folder) / "features"
+    return features.cached(folder, target, rows, objective.taps, config.trainer.batch_tokens, console)
+
+
+def say(console: Console, run: Run, objective: Objective, rows: Sequence[TokenRow]) -> None:
+    trained = sum(sum(row.loss_mask) for row in rows)
+    parameters = sum(p.numel() for p in objective.parameters() if p.requires_grad)
+    console.print(f"run folder: {run.folder}", highlight=False)
+    console.print(f"{len(rows):,} rows, {trained:,} tokens to train on, {parameters / 1e6:.1f} M parameters", highlight=False)
+    for name, value in objective.describe().items():
+        console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
+
+
+def finish(training: Training, method: Method) -> None:
+    """Writes the best checkpoint's draft, and the summary that marks the run as finished."""
+    run, state = training.run, training.state
+    best = run.best()
+    assert best is not None
+    load_weights(best, training.objective)
+    measured = run.heldout()
+    step = int(best.name.removeprefix("step_"))
+    summary = {
+        "method": method.values(),
+        "steps": state.step,
+        "best_step": step,
+        "epochs": training.plan.epoch(state.step - 1) + 1,
+        "tokens": state.tokens,
+        "wall_seconds": state.seconds,
+        "heldout": measured[step],
+        "alarm": any(found["alarm"] for found in measured.values()),
+        **training.objective.describe(),
+        "provenance": provenance(),
+    }
+    save_draft(run.folder / "draft", training.objective.draft, training.target, summary)
+    run.finish(summary)
+    training.console.print(f"the draft of step {step} is in {run.folder / 'draft'}", highlight=False)
+
+
+def evenly(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """At most `count` prompts, taken in turn from each category, in the order they come."""
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    ranked = [(rank, prompt) for group in by_category.values() for rank, prompt in enumerate(group)]
+    return [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])[:count]]
+
+
+@entry()
+def main(config: Config) -> None:
+    distil(config, Console())
+
+
+if __name__ == "__main__":
+    main()

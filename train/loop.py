@@ -1,0 +1,265 @@
+"""The training loop: steps, logs, checkpoints, held-out acceptance. It knows objectives only by their interface.
+
+Weights and optimiser state are float32 whatever the autocast. One optimiser step may take several micro-batches; their
+losses are divided by the valid positions of all of them together, so that it makes no difference how rows are cut into
+micro-batches. A run that stops anywhere goes on from its last checkpoint with bit-equal losses.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor, nn
+
+from configs.errors import LeadoutError, TrafficError
+from configs.schema import Config, Dtype, TrainerConfig
+from data.tokens import Prompt, TokenRow
+from models.target import Target
+from train import acceptance, checkpoint
+from train.batches import Batch, Plan
+from train.checkpoint import State, Window
+from train.features import Features
+from train.loggers import duration, open_loggers
+from train.objectives import Loss, Objective
+from train.runs import Run
+from train.schedule import share
+
+ETA_AFTER = 3  # steps that this process has done when it says how long the rest will take
+
+
+class DivergenceError(LeadoutError):
+    """A loss or gradient that is not finite."""
+
+
+class Training:
+    """One run, from where its folder stands to its last step."""
+
+    def __init__(
+        self,
+        config: Config,
+        objective: Objective,
+        target: Target,
+        features: Features,
+        rows: Sequence[TokenRow],
+        heldout: Sequence[Prompt],
+        run: Run,
+        console: Console,
+    ) -> None:
+        """`rows`: what `features` can be asked for. `heldout`: prompts to measure on."""
+        self.config, self.trainer = config, config.trainer
+        self.objective, self.target, self.features = objective, target, features
+        self.heldout, self.run, self.console = heldout, run, console
+        self.rows = [n for n in features.usable() if any(rows[n].loss_mask[objective.first_label :])]
+        if not self.rows:
+            raise TrafficError("No row has a token that a draft could learn to predict: replies need two tokens or more.")
+        self.plan = Plan(
+            [len(rows[n].input_ids) for n in self.rows],
+            tokens=self.trainer.batch_tokens,
+            accumulation=self.trainer.accumulation,
+            epochs=self.trainer.epochs,
+            seed=config.seed,
+            max_steps=self.trainer.max_steps,
+        )
+        self.accelerator = accelerator(self.trainer, target)
+        optimizer = adamw(objective, self.trainer)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: share(s, self.plan.steps, self.trainer))
+        self.scheduler = scheduler
+        self.module, self.optimizer = self.accelerator.prepare(objective, optimizer)
+        self.accelerator.register_for_checkpointing(scheduler)
+        self.state = State()
+        self.saved: int | None = None  # the step that the newest checkpoint is of
+        self.stopping = False
+
+    def resume(self) -> None:
+        """Goes back to the newest checkpoint of the run's folder, if it has one."""
+        folders = self.run.checkpoints()
+        if folders:
+            self.state = checkpoint.restore(folders[-1], self.accelerator)
+            self.saved = self.state.step
+            self.console.print(f"going on from step {self.state.step} of {self.plan.steps}", highlight=False)
+        self.run.rewind(self.state.step)
+
+    def train(self) -> None:
+        """Trains to the last step, which is saved and measured."""
+        first = self.state.step
+        self.loggers = open_loggers(self.config, self.run, self.plan.steps, first, self.console)
+        try:
+            with self.interruptible():
+                self.look()  # an interruption may have come between a checkpoint and its measurement
+                while self.state.step < self.plan.steps:
+                    self.step()
+                    self.look()
+                    if self.state.step == first + ETA_AFTER:
+                        self.say_eta()
+        finally:
+            for logger in self.loggers:
+                logger.close()
+
+    def step(self) -> None:
+        """One optimiser step."""
+        began = time.perf_counter()
+        self.module.train()
+        batches = [self.batch(numbers) for numbers in self.plan[self.state.step]]
+        positions = torch.stack([self.objective.positions(batch) for batch in batches]).sum(0)
+        losses = [self.backward(batch, positions) for batch in batches]
+        value = sum(loss.value.item() for loss in losses)
+        norm = float(self.accelerator.clip_grad_norm_(self.objective.draft.parameters(), self.trainer.clip_norm))
+        self.refuse_divergence(value, norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+        self.state.step += 1
+        tokens = sum(int(batch.mask.sum()) for batch in batches)
+        gather(self.state, losses, value, norm, tokens, time.perf_counter() - began)
+        for logger in self.loggers:
+            logger.step(self.state.step)
+
+    def batch(self, numbers: Sequence[int]) -> Batch:
+        return self.features.batch([self.rows[n] for n in numbers]).to(self.accelerator.device)
+
+    def backward(self, batch: Batch, positions: Tensor) -> Loss:
+        loss = self.module(batch, positions)
+        self.accelerator.backward(loss.value)
+        return loss
+
+    def refuse_divergence(self, value: float, norm: float) -> None:
+        if math.isfinite(value) and math.isfinite(norm):
+            return
+        kept = "its checkpoints are kept" if self.run.checkpoints() else "no checkpoint was written yet"
+        raise DivergenceError(
+            f"Training diverged at step {self.state.step + 1}: loss {value}, gradient norm {norm}. In {self.run.folder} {kept}. "
+            f"Lower trainer.lr (it is {self.trainer.lr:g}) or raise trainer.warmup_ratio; if it happens at the first steps, "
+            "set trainer.autocast=float32."
+        )
+
+    def look(self) -> None:
+        """After a step: whatever is due of logging, saving, measuring and stopping."""
+        step, last = self.state.step, self.state.step == self.plan.steps
+        if self.state.window.losses and (last or due(step, self.trainer.log_every)):
+            self.log()
+        measuring = last or due(step, self.trainer.eval_every)
+        saving = measuring or self.stopping or due(step, self.trainer.save_every)
+        if saving and self.saved != step:
+            self.save()
+        if self.stopping:
+            raise KeyboardInterrupt
+        if measuring:
+            if step not in self.run.heldout():
+                self.measure()
+            self.run.point_best()
+        if saving:
+            self.run.prune(self.trainer.keep_checkpoints)
+
+    def save(self) -> None:
+        checkpoint.save(self.run.checkpoint(self.state.step), self.accelerator, self.state)
+        self.saved = self.state.step
+
+    def log(self) -> None:
+        line = {"step": self.state.step, "epoch": self.plan.epoch(self.state.step - 1)}
+        line |= summary(self.state.window) | {"lr": self.scheduler.get_last_lr()[0], "tokens": self.state.tokens}
+        self.state.window = Window()
+        self.tell(line)
+
+    def measure(self) -> None:
+        """Held-out acceptance with the real decoder."""
+        began = time.perf_counter()
+        found = acceptance.measure(self.objective, self.target, self.heldout, self.config)
+        self.tell({"step": self.state.step, "heldout": found | {"seconds": time.perf_counter() - began}})
+        if found["alarm"]:
+            self.console.print(alarm(found), style="bold red", highlight=False)
+
+    def tell(self, line: dict[str, Any]) -> None:
+        for logger in self.loggers:
+            logger.line(line)
+
+    def say_eta(self) -> None:
+        per_step = self.state.seconds / self.state.step
+        rest = self.plan.steps - self.state.step
+        self.console.print(f"about {duration(rest * per_step)} for the other {rest} steps", highlight=False)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """SIGINT and SIGTERM end the run after the step it is at, saved; a second one ends it at once.
+
+        While nothing would be lost (the state is saved, a measurement is running) the first one does too.
+        """
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self.stopping or self.saved == self.state.step:
+                raise KeyboardInterrupt
+            self.stopping = True
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def accelerator(trainer: TrainerConfig, target: Target) -> Accelerator:
+    precision = {Dtype.bfloat16: "bf16", Dtype.float16: "fp16", Dtype.float32: "no"}[trainer.autocast]
+    return Accelerator(mixed_precision=precision, cpu=target.device.type == "cpu")
+
+
+def adamw(module: nn.Module, trainer: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW over what can be trained, with no weight decay on norms and biases."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    assert all(p.dtype == torch.float32 for p in parameters)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": trainer.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    low, high = trainer.betas
+    return torch.optim.AdamW(groups, lr=trainer.lr, betas=(low, high), fused=True)
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0
+
+
+def gather(state: State, losses: Sequence[Loss], value: float, norm: float, tokens: int, seconds: float) -> None:
+    """Adds a step to the state's totals and to its window."""
+    window = state.window
+    window.losses.append(value)
+    window.norms.append(norm)
+    for loss in losses:
+        for name, (sums, counts) in loss.metrics.items():
+            window.sums[name] = plus(window.sums.get(name), sums.tolist())
+            window.counts[name] = plus(window.counts.get(name), counts.tolist())
+    state.tokens, window.tokens = state.tokens + tokens, window.tokens + tokens
+    state.seconds, window.seconds = state.seconds + seconds, window.seconds + seconds
+
+
+def plus(total: list[Any] | None, more: list[Any]) -> list[Any]:
+    return more if total is None else [a + b for a, b in zip(total, more, strict=True)]
+
+
+def summary(window: Window) -> dict[str, Any]:
+    """The window as figures: means over its steps, or over its positions for each term of the loss."""
+    steps = len(window.losses)
+    figures: dict[str, Any] = {"loss": sum(window.losses) / steps, "grad_norm": sum(window.norms) / steps}
+    for name, sums in window.sums.items():
+        name_by_term = "loss_by_step" if name == "loss" else name
+        figures[name_by_term] = [s / n if n else None for s, n in zip(sums, window.counts[name], strict=True)]
+    figures |= {"tokens_per_s": window.tokens / window.seconds, "seconds_per_step": window.seconds / steps}
+    return figures
+
+
+def alarm(found: dict[str, Any]) -> str:
+    low, high = found["mean_acceptance_length_ci"]
+    return (
+        f"ALARM: the decoder accepts {found['mean_acceptance_length']:.3f} tokens per round ({low:.3f} to {high:.3f}), and "
+        f"training's teacher-forced estimate on the same sequences is {found['walk']:.3f}. They do not do the same thing: "
+        "compare the alignment, taps, positions and dtype of train/ and decoding/ before trusting this draft."
+    )

@@ -1,0 +1,50 @@
+"""What a draft learns from. An objective is a module that holds its draft and turns a batch into a loss.
+
+`train/objectives/<method>.py` has `ObjectiveConfig` (the fields of `method.objective`) and
+`build(network, settings, target, rows, seed) -> Objective`. The training loop knows nothing else of a method.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from train.batches import Batch
+
+
+@dataclass
+class Loss:
+    value: Tensor  # float32 scalar, already divided by the valid positions of the whole optimiser step
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # name -> sum and count, each [terms]
+
+
+class Objective(nn.Module, ABC):
+    """A draft and its loss. The loss has terms (steps, heads), each averaged over its own valid positions."""
+
+    draft: nn.Module
+    taps: tuple[int, ...]  # the target layers it needs, as HF `hidden_states` indices
+    first_label: int  # the earliest token of a row that it can be taught to predict
+
+    @abstractmethod
+    def positions(self, batch: Batch) -> Tensor:
+        """Valid positions of each term in `batch`: int64 [terms]. The loop sums them over an optimiser step."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, positions: Tensor) -> Loss:
+        """The loss of `batch`, divided by `positions` [terms], and metrics as sums and counts."""
+
+    @abstractmethod
+    def matches(self, draft: nn.Module, batch: Batch, steps: int) -> Tensor:
+        """Teacher-forced drafts of `draft` (this method's network) against the batch's own tokens.
+
+        bool [B, T, steps]: [b, j, i] is whether the i-th token drafted from row j is the row's own token there, with
+        all drafts of row j before it right too. Decoding walks these (train/acceptance.py). False where the mask of
+        that token is 0.
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Facts for the console and the draft's training summary, such as the draft vocabulary's coverage."""
