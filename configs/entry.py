@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import logging
 import os
 import sys
@@ -46,6 +47,7 @@ def entry(config_name: str = "config") -> Callable[[Callable[[Config], None]], C
         @functools.wraps(main)
         def job(cfg: DictConfig) -> None:
             with paragraphs():
+                show_lines_at_once()
                 config = resolve(cfg)
                 announce_sweep()
                 quiet_libraries()
@@ -82,6 +84,12 @@ def paragraphs() -> Iterator[None]:
         if (message := storage_trouble(error)) is None:
             raise
         leave(message, 2)
+
+
+def show_lines_at_once() -> None:
+    """A log file that someone watches gets each line when it is printed, as a terminal does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def leave(message: str, status: int) -> NoReturn:

@@ -166,7 +166,7 @@ class EvalConfig:
     compare_generate: bool = (
         False  # also run transformers' generate on each prompt and compare token for token
     )
-    max_load: float = 0.5  # load average above this, per core, before the run: warn and record
+    max_load: float = 0.15  # share of the processors that other processes may use before we warn and record
 
 
 @dataclass

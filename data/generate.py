@@ -30,14 +30,12 @@ from decoding.warp import Warp, largest
 from models.target import Target
 
 GROWTH = 128  # positions by which the buffers grow
-PREFILL_TOKENS = 16384  # padded tokens of one prefill, which bounds its memory
+PREFILL_TOKENS = 8192  # padded tokens of one prefill, which bounds its memory
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How replies are drawn: greedy at temperature 0, else from the warped law, seeded by `seed` and the
-    row's id.
-    """
+    """How replies are drawn: greedy at temperature 0, else from the warped law, seeded per row."""
 
     max_new_tokens: int
     temperature: float = 0.0
@@ -163,9 +161,7 @@ def sampler(sampling: Sampling) -> Callable[[Tensor, list[Row]], list[int]]:
 
 
 class Slots(Cache):
-    """K/V of the rows in flight: slot i holds `lengths[i]` positions of each layer's [slots, H, capacity, D]
-    buffers.
-    """
+    """K/V of the rows in flight: slot i holds `lengths[i]` positions of [slots, H, capacity, D] buffers."""
 
     def __init__(self) -> None:
         self.slots: list[SlotLayer] = []
@@ -198,9 +194,7 @@ class Slots(Cache):
         return out.logits[:, -1]
 
     def retire(self, live: list[Row], ended: list[bool]) -> list[Row]:
-        """Frees the slots of the rows that ended, moving the last ones into the holes, and returns the rows
-        by slot.
-        """
+        """Frees the slots of rows that ended, moving the last into the holes; returns the rows by slot."""
         kept, lengths = list(live), list(self.lengths)
         for slot in reversed([i for i, end in enumerate(ended) if end]):
             last = len(kept) - 1
@@ -263,9 +257,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 def put(buffer: Tensor, first: int, rows: Tensor) -> Tensor:
-    """`buffer` with `rows` [n, H, T, D] written into its slots from `first` on; enlarged when they do not
-    fit.
-    """
+    """`buffer` with `rows` [n, H, T, D] in its slots from `first` on; enlarged when they do not fit."""
     n, _, length, _ = rows.shape
     if first + n > buffer.shape[0] or length > buffer.shape[2]:
         buffer = enlarged(buffer, first + n, length)

@@ -155,9 +155,7 @@ def named_apart(conversations: list[Conversation]) -> list[Conversation]:
 
 
 def check_disjoint(train: list[Conversation], heldout: list[Conversation]) -> None:
-    """No prompt, and no beginning of one, is on both sides. Held by construction, and cheap enough to prove
-    each time.
-    """
+    """Proves that no prompt, and no opening of one, is on both sides; it holds by construction."""
     both = {one.opening for one in train} & {one.opening for one in heldout}
     assert not both, f"{len(both)} openings are in train and held-out"
 
@@ -289,9 +287,9 @@ def summary(record: dict[str, Any]) -> Table:
             table.add_row(f"unreadable: {reason} ({Path(source['path']).name})", str(count), "")
     for reason, count in record["dropped"].get("all", {}).items():
         table.add_row(f"dropped: {reason}", str(count), "")
-    for name in ("train", "heldout"):
-        for reason, count in record["dropped"].get(name, {}).items():
-            table.add_row(f"dropped: {reason}", *((str(count), "") if name == "train" else ("", str(count))))
+    train, heldout = (record["dropped"].get(name, {}) for name in ("train", "heldout"))
+    for reason in train | heldout:
+        table.add_row(f"dropped: {reason}", str(train.get(reason, "")), str(heldout.get(reason, "")))
     return table
 
 

@@ -164,9 +164,7 @@ def asked_wait(state: RetryCallState) -> float:
 def concurrently(
     work: Callable[[Item], Result], items: Iterable[Item], concurrency: int
 ) -> Generator[Result]:
-    """Yields `work(item)` as each is done, at most `concurrency` at a time. An error ends it once those have
-    returned.
-    """
+    """Yields each `work(item)` when it is done, at most `concurrency` at a time. An error ends all."""
     waiting = iter(items)
     with ThreadPoolExecutor(concurrency) as pool:
         running: set[Future[Result]] = {pool.submit(work, item) for item in islice(waiting, concurrency)}

@@ -38,9 +38,7 @@ class UnstableTemplateError(TrafficError):
 
 @dataclass(frozen=True)
 class Template:
-    """The chat template of `tokenizer`; `name` is its model's, for messages; a reply ends at the first of
-    `eos_ids`.
-    """
+    """The chat template of model `name`'s tokenizer; a reply ends at the first of `eos_ids`."""
 
     tokenizer: PreTrainedTokenizerBase
     name: str
@@ -60,9 +58,7 @@ class Template:
 
     @classmethod
     def load(cls, cfg: TargetConfig) -> Template:
-        """The template of a target whose weights are not loaded. Raises `TargetError` when the tokenizer
-        cannot be.
-        """
+        """The template without the target's weights. Raises `TargetError` for a missing tokenizer."""
         where: dict[str, Any] = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
         if cfg.gguf_file is not None:
             where["gguf_file"] = cfg.gguf_file
@@ -127,7 +123,10 @@ class Template:
         their boundary.
         """
         if reply.get("tool_calls") or reply.get("reasoning_content"):
-            ids, mask = self.row([*messages, reply], tools, MaskTurns.last)
+            try:
+                ids, mask = self.row([*messages, reply], tools, MaskTurns.last)
+            except UnstableTemplateError:
+                raise Refused("the chat template hides where its tool calls or reasoning begin") from None
             return list(compress(ids, mask))
         before = self.render(messages, tools, generation=True)
         prompt, ids = self.encode(before), self.encode(before + reply["content"])
@@ -163,9 +162,7 @@ class Template:
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, generation: bool = False
     ) -> str:
-        """The conversation as text. `Refused` with the template's own words where it raises (say, roles that
-        must alternate).
-        """
+        """The conversation as text. `Refused` in the template's own words where it raises an exception."""
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages, tools=cast(Any, tools), tokenize=False, add_generation_prompt=generation

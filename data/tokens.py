@@ -45,9 +45,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Prompt and reply. `loss_mask[j]` is 1 where token j is a reply's token to train on (m_j of the
-    alignment table).
-    """
+    """Prompt and reply. `loss_mask[j]` is 1 where token j is to be trained on (m_j of alignment.py)."""
 
     id: str
     category: str
@@ -177,9 +175,7 @@ def build(cfg: Config, target: Target) -> tuple[list[TokenRow], Counter[str]]:
 
 
 def replied_rows(cfg: Config, counts: Counter[str]) -> Iterator[TokenRow]:
-    """Train prompts joined with the target's replies. Replies to prompts that changed or left the split are
-    not used.
-    """
+    """Train prompts with their replies; a reply to a prompt that changed or left the split is not used."""
     replies = {row["id"]: row for row in read_lines(Path(cfg.data.folder) / REPLIES)}
     for prompt in prompts(cfg, "train"):
         reply = replies.pop(prompt.id, None)

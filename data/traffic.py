@@ -52,9 +52,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Conversation:
-    """`messages` in OpenAI chat form; when they end with assistant turns, those are a logged reply, else all
-    is prompt.
-    """
+    """`messages` in OpenAI chat form: a prompt, and where they end with assistant turns, a logged reply."""
 
     id: str
     category: str
@@ -179,9 +177,7 @@ def message(turn: Any) -> Message:
 
 
 def text(content: Any) -> str:
-    """Content as a string: a list of text parts is joined by newlines, as engines do for templates that take
-    strings.
-    """
+    """Content as a string. Text parts are joined by newlines, as vLLM does for templates of strings."""
     if content is None:
         return ""
     if isinstance(content, list):
@@ -270,9 +266,7 @@ def prompt_of(messages: list[Message]) -> list[Message]:
 
 
 def digest(messages: list[Message]) -> str:
-    """SHA-256 over roles, tool calls and content, the content in NFC with each run of white space made one
-    space.
-    """
+    """SHA-256 over roles, tool calls and content, in NFC and each run of white space made one space."""
     canonical = [
         [message["role"], normalised(message["content"]), message.get("tool_calls")] for message in messages
     ]
@@ -327,9 +321,7 @@ def load_dataset(source: Source) -> Any:
 
 
 def file_rows(path: Path) -> Rows:
-    """Rows of JSON lines or of one JSON array; UTF-8 with or without a byte order mark, any line ends, plain
-    or gzip.
-    """
+    """Rows of JSON lines or of one JSON array, in UTF-8, plain or gzip."""
     with open(path, "rb") as file:
         zipped = file.read(2) == b"\x1f\x8b"
     try:

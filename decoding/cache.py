@@ -104,10 +104,11 @@ class KVCache(Cache):
         if max([start, *(start + node + 1 for node in path)]) > self.length:
             raise ValueError(f"a cache of {self.length} rows has no path {tuple(path)} from row {start}")
         stays = next((i for i, node in enumerate(path) if node != i), len(path))
-        source = torch.tensor(path[stays:], dtype=torch.long) + start
-        for rows in self.rows:
-            if len(source):
+        if stays < len(path):
+            source = torch.tensor(path[stays:], dtype=torch.long) + start
+            for rows in self.rows:
                 rows.move(source, start + stays)
+        for rows in self.rows:
             rows.length = start + len(path)
 
 

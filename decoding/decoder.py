@@ -25,8 +25,8 @@ from decoding.drafters import Drafter, Proposal, Seen
 from decoding.randomness import Randomness, Seeded
 from decoding.stops import StopScan
 from decoding.tree import TokenTree
-from decoding.verify import verify
-from decoding.warp import Warp
+from decoding.verify import Verdict, follow, verify
+from decoding.warp import Warp, largest
 from models.target import Target, TargetOutput
 
 Finish = Literal["eos", "length", "stop"]
@@ -194,7 +194,7 @@ class Session:
         output = self.target.forward(ids, cache=self.cache, taps=self.taps, last_logits_only=True)
         self.generation.prefill_seconds = self.elapsed()
         root = Proposal(TokenTree.chain(self.prompt[-1]))
-        verdict = verify(root, self.law(output), self.randomness, position=len(self.prompt) - 1)
+        verdict = self.verify(root, output, start=len(self.prompt) - 1)
         self.seen = Seen(0, ids[0], verdict.next_token, tapped(output))
         run = self.emit([verdict.next_token])
         self.generation.ttft = self.generation.seconds = self.elapsed()
@@ -210,7 +210,7 @@ class Session:
         forward_began = self.elapsed()
         output = self.target.forward(cache=self.cache, taps=self.taps, **rows)
         target_seconds = self.elapsed() - forward_began
-        verdict = verify(proposal, self.law(output), self.randomness, position=start)
+        verdict = self.verify(proposal, output, start)
         path = verdict.path
         run = self.emit([tree.tokens[node] for node in path[1:]] + [verdict.next_token])
         self.commit(tree, path, verdict.next_token, output)
@@ -241,20 +241,20 @@ class Session:
         device = self.target.device
         mask = None  # a single row attends to everything
         if len(tree) > 1:
-            mask = torch.ones(1, 1, len(tree), start + len(tree), dtype=torch.bool)
-            mask[..., start:] = tree.ancestor_mask()
-            mask = mask.to(device)
+            mask = tree.ancestor_mask(start)[None, None].to(device)
         return {
             "input_ids": torch.tensor([tree.tokens], device=device),
             "positions": torch.tensor([[start + depth for depth in tree.depth]], device=device),
             "mask": mask,
         }
 
-    def law(self, output: TargetOutput) -> Callable[[int], Tensor]:
-        """The target's law after a node, warped only when asked for: most nodes of a round may never be."""
+    def verify(self, proposal: Proposal, output: TargetOutput, start: int) -> Verdict:
+        """Logits become laws at the walked nodes only: most nodes of a round may never be asked for."""
         assert output.logits is not None
         logits = output.logits[0]
-        return lambda node: self.warp(logits[node])
+        if self.warp.temperature == 0:
+            return follow(proposal.tree, lambda node: int(largest(logits[node])))
+        return verify(proposal, lambda node: self.warp(logits[node]), self.randomness, position=start)
 
     def emit(self, run: list[int]) -> list[int]:
         """Adds `run` to the output up to where the sequence ends, if it does: the tokens that were added."""
@@ -275,9 +275,10 @@ class Session:
         """Keeps the path's rows in the cache and sets what the drafter sees next."""
         start = self.seen.position
         self.cache.commit(start, path)
-        rows = torch.tensor(path, device=self.target.device)
         tokens = torch.tensor([tree.tokens[node] for node in path], device=self.target.device)
-        self.seen = Seen(start, tokens, pending, tapped(output)[rows])
+        taps = tapped(output)
+        taps = taps[: len(path)] if tree.is_chain else taps[list(path)]
+        self.seen = Seen(start, tokens, pending, taps)
 
     def elapsed(self) -> float:
         """Seconds since the sequence began, with the device's queue drained."""

@@ -7,14 +7,17 @@ Randomness).
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from configs.errors import TargetError
+
+BLOCK = 256  # a draw sums the law in blocks first, and looks into one of them
 
 
 class Purpose(IntEnum):
@@ -47,16 +50,18 @@ class Randomness(Protocol):
 
 
 class Seeded:
-    """Counter-based (Philox, Salmon et al. 2011): the same seed and key give the same number everywhere."""
+    """A hash (BLAKE2b, RFC 7693) of seed and key: the same number everywhere, with no state to carry.
+
+    Cheaper than setting up a counter-based generator for a single number, which matters between two forwards.
+    """
 
     def __init__(self, seed: int) -> None:
-        self.key = np.array([seed % 2**64, 0], dtype=np.uint64)
+        self.seed = seed % 2**64
 
     def uniform(self, key: Key) -> float:
         """A float64 in [0, 1), a multiple of 2**-53."""
-        counter = np.array([key.position, key.purpose, key.rank, 0], dtype=np.uint64)
-        word = int(np.random.Philox(key=self.key, counter=counter).random_raw())
-        return (word >> 11) * 2.0**-53
+        digest = blake2b(struct.pack("<4Q", self.seed, *key), digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
     def accept(self, probability: float, key: Key) -> bool:
         # Strict: with `<=` a zero probability, such as a forbidden token's, would pass when the uniform is 0.
@@ -64,13 +69,24 @@ class Seeded:
 
     def draw(self, probs: Tensor, key: Key) -> int:
         """By the inverse of the cumulative law, summed in float64 on the CPU, so that devices agree."""
-        cumulative = probs.to("cpu", torch.float64).cumsum(0).numpy()
-        total = float(cumulative[-1])
+        law = probs.cpu().numpy()
+        blocks = np.add.reduceat(law, np.arange(0, len(law), BLOCK), dtype=np.float64).cumsum()
+        total = float(blocks[-1])
         if not 0 < total < float("inf"):
             raise TargetError(
                 f"No token can be drawn for {key}: its law has mass {total}, because the target or the draft "
                 "gave logits that are not finite. Load it in float32, and check its weights."
             )
-        index = int(np.searchsorted(cumulative, self.uniform(key) * total, side="right"))
-        # The product may round up to the total: then the last index that has mass.
-        return min(index, int(np.searchsorted(cumulative, total, side="left")))
+        number = self.uniform(key) * total
+        block = first_above(blocks, number)
+        start = BLOCK * block
+        below = float(blocks[block - 1]) if block else 0.0
+        return start + first_above(law[start : start + BLOCK].cumsum(dtype=np.float64), number - below)
+
+
+def first_above(cumulative: np.ndarray, number: float) -> int:
+    """The index of the step of `cumulative` [n] that passes `number`."""
+    index = int(cumulative.searchsorted(number, side="right"))
+    if index < len(cumulative):
+        return index
+    return int(cumulative.searchsorted(cumulative[-1]))  # rounded past the end: the last index that has mass

@@ -54,11 +54,18 @@ class TokenTree:
             children[parent].append(node)
         return children
 
-    def ancestor_mask(self) -> Tensor:
-        """bool [N, N]: row i is True at i and at i's ancestors, the only nodes that i may attend to."""
-        if self.parent == list(range(-1, len(self) - 1)):
-            return torch.ones(len(self), len(self), dtype=torch.bool).tril_()
-        mask = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self.parent[1:], 1):
-            mask[node] |= mask[parent]
+    @cached_property
+    def is_chain(self) -> bool:
+        return self.parent == list(range(-1, len(self) - 1))
+
+    def ancestor_mask(self, before: int = 0) -> Tensor:
+        """bool [N, before + N]: row i is True at what i may attend to.
+
+        That is all `before` columns of the cache, i's ancestors, and i.
+        """
+        mask = torch.ones(len(self), before + len(self), dtype=torch.bool).tril_(before)
+        if not self.is_chain:
+            own = mask[:, before:].copy_(torch.eye(len(self), dtype=torch.bool))
+            for node, parent in enumerate(self.parent[1:], 1):
+                own[node] |= own[parent]
         return mask

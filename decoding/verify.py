@@ -20,6 +20,7 @@ from torch import Tensor
 
 from decoding.drafters import Proposal
 from decoding.randomness import Key, Purpose, Randomness
+from decoding.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,21 @@ def verify(
             return Verdict(tuple(path), randomness.draw(p, Key(position, Purpose.emit)))
 
 
+def follow(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
+    """What `verify` comes to where every law is certain: the walk along the target's own choices.
+
+    `choice(node)` is the token that the target is certain of after that node. A child is accepted if it is
+    that one, and refusing another takes nothing from the law.
+    """
+    path = [0]
+    while True:
+        token = choice(path[-1])
+        child = next((child for child in tree.children(path[-1]) if tree.tokens[child] == token), None)
+        if child is None:
+            return Verdict(tuple(path), token)
+        path.append(child)
+
+
 def acceptance(p: Tensor, q: Tensor | None, token: int) -> float:
     """Probability of letting `token` stand, not capped at 1. p, q: [V]; q None: chosen deterministically."""
     if q is None:
@@ -69,12 +85,14 @@ def residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
     In exact arithmetic something is left whenever refusing was possible; if rounding leaves nothing, p stays.
     """
     if q is None:
+        if p[token] == 0:
+            return p
         left = p.clone()
         left[token] = 0
     else:
         left = (p - q).clamp_(min=0)
-    mass = left.sum()
-    return left / mass if mass > 0 else p
+    mass = float(left.sum())
+    return left.div_(mass) if mass > 0 else p
 
 
 def without(q: Tensor | None, token: int) -> Tensor | None:

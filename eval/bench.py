@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
-from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from rich.console import Console
 from torch import nn
 
@@ -27,6 +28,8 @@ from eval.rows import Conditions, Divergence, Pair, Run
 from eval.terminal import bar
 from models.files import append_line, open_append, read_lines, sha256_file
 from models.target import Target
+
+Step = tuple[int, float, Prompt]  # repeat, temperature, prompt
 
 
 class Bench:
@@ -59,15 +62,19 @@ class Bench:
         self, chosen: Sequence[Prompt], partial: Partial, console: Console
     ) -> tuple[list[Pair], list[float]]:
         """All pairs, an interrupted run's included, and the share of the machine that others used in each."""
-        plan = list(product(range(self.config.eval.repeats), self.config.eval.temperatures, chosen))
-        todo = [(n, step) for n, step in enumerate(plan) if place(step) not in partial.done]
+        temperatures = list(dict.fromkeys(self.config.eval.temperatures))
+        plan = list(product(range(self.config.eval.repeats), temperatures, chosen))
+        todo = [
+            (first, step)
+            for first, step in zip(turns(plan), plan, strict=True)
+            if place(step) not in partial.done
+        ]
         if todo:
             self.warm_up(chosen)
         with partial, bar(console) as progress:
             task = progress.add_task("measuring", total=len(plan), completed=len(plan) - len(todo))
-            for n, (repeat, temperature, prompt) in todo:
+            for first, (repeat, temperature, prompt) in todo:
                 watch = Contention()
-                first = "plain" if n % 2 == 0 else "draft"
                 pair = self.pair(prompt, temperature, repeat, first)
                 partial.add(pair, watch.share())
                 progress.advance(task)
@@ -149,6 +156,21 @@ class Bench:
         }
 
 
+def turns(plan: Sequence[Step]) -> list[str]:
+    """Which of the two ways goes first in each pair. They alternate within every category, since alternating
+    over the whole plan, in which the categories take turns, could give one category the same order
+    throughout; and they swap from one repeat to the next."""
+    starts = {category: i for i, category in enumerate(dict.fromkeys(prompt.category for *_, prompt in plan))}
+    before: Counter[tuple[int, float, str]] = Counter()
+    first = []
+    for repeat, temperature, prompt in plan:
+        here = (repeat, temperature, prompt.category)
+        odd = (starts[prompt.category] + before[here] + repeat) % 2
+        first.append("draft" if odd else "plain")
+        before[here] += 1
+    return first
+
+
 def as_run(generation: Generation, peak_memory_mb: float | None) -> Run:
     assert generation.finish is not None
     return Run(
@@ -166,13 +188,10 @@ def run_key(
     config: Config, where: dict[str, Any], folder: Path, target: Target, chosen: Sequence[Prompt]
 ) -> str:
     """Everything that a measured pair depends on; pairs under another key are not mixed in."""
+    plain = as_plain(config)
     parts = {
-        "config": {name: as_plain(getattr(config, name)) for name in ("seed", "threads", "target", "decode")},
-        "eval": {
-            name: value
-            for name, value in as_plain(config.eval).items()
-            if name in ("warmup_prompts", "compare_generate")
-        },
+        "config": [plain[name] for name in ("seed", "threads", "target", "decode")],
+        "eval": [plain["eval"][name] for name in ("warmup_prompts", "compare_generate")],
         "draft": draft_hash(folder),
         "target": target.fingerprint(),
         "prompts": [[prompt.id, content(prompt)] for prompt in chosen],
@@ -181,7 +200,7 @@ def run_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def place(step: tuple[int, float, Prompt]) -> tuple[int, float, str]:
+def place(step: Step) -> tuple[int, float, str]:
     repeat, temperature, prompt = step
     return repeat, temperature, prompt.id
 
@@ -239,12 +258,8 @@ def dtype_name(target: Target) -> str:
     return str(target.dtype).removeprefix("torch.")
 
 
-def as_plain(value: Any) -> Any:
+def as_plain(config: Config) -> dict[str, Any]:
     """A configuration as JSON holds it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(name): as_plain(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [as_plain(inner) for inner in value]
-    return value.value if isinstance(value, Enum) else value
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(name): part for name, part in plain.items()}

@@ -27,7 +27,7 @@ from eval.bench import Bench, Partial, as_plain, content, draft_hash, dtype_name
 from eval.machine import share_of_others
 from eval.report import report
 from eval.rows import Conditions, Pair, gaps, quantile_curve, rows, verdict
-from eval.terminal import show, warn_if_busy
+from eval.terminal import show, warn_if_busy, wide_console
 from models.checkpoint import find_draft, load_draft, read_config
 from models.files import ensure_writable, sha256_file, write_json, write_text
 from models.provenance import provenance
@@ -40,7 +40,7 @@ PARTIAL = "measure.partial.jsonl"
 
 @entry()
 def main(config: Config) -> None:
-    measure(config, Console())
+    measure(config, wide_console())
 
 
 def measure(config: Config, console: Console) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def shares(curves: dict[str, list[float] | None], label: str, name: str) -> str:
         axes.set(xlabel=label, ylabel="share", ylim=(0, 1.02))
         axes.set_xlim(left=0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.legend(loc="lower right")
+        axes.legend(loc="best")
 
     return draw(plot, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,11 @@ def warn_if_busy(console: Console, share: float, limit: float, when: str) -> Non
                 style="bold red",
             )
         )
+
+
+def wide_console() -> Console:
+    """The terminal; where there is none, wide enough for the table."""
+    return Console(width=None if sys.stdout.isatty() else 110)
 
 
 def bar(console: Console) -> Progress:

@@ -1,12 +1,12 @@
 """Held-out acceptance: what the real decoder accepts, and what training says it should.
 
-The decoder is the judge (design.md, idea 5): checkpoints are chosen by the mean acceptance length it reaches on prompts
-that were never trained on. Beside it stands a teacher-forced estimate on the very sequences it produced, which goes
-through train/alignment.py as training does. The estimate is walked as the decoder walks: from the row whose token is
-pending, over as many drafts as match, to the row of the next pending token. In exact arithmetic both are equal, since
-the drafts before the first mismatch are the sequence's own tokens; an estimate outside the decoder's confidence interval
-means that training and decoding do not do the same thing (a shift by one, other layers, other positions), and is an
-alarm.
+The decoder is the judge (design.md, idea 5): checkpoints are chosen by the mean acceptance length it reaches
+on prompts that were never trained on. Beside it stands a teacher-forced estimate on the very sequences it
+produced, which goes through train/alignment.py as training does. The estimate is walked as the decoder walks:
+from the row whose token is pending, over as many drafts as match, to the row of the next pending token. In
+exact arithmetic both are equal, since the drafts before the first mismatch are the sequence's own tokens; an
+estimate outside the decoder's confidence interval means that training and decoding do not do the same thing
+(a shift by one, other layers, other positions), and is an alarm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ CONFIDENCE = 0.95
 RESAMPLES = 1000
 
 
-def measure(objective: Objective, target: Target, prompts: Sequence[Prompt], config: Config) -> dict[str, Any]:
+def measure(
+    objective: Objective, target: Target, prompts: Sequence[Prompt], config: Config
+) -> dict[str, Any]:
     """Decodes `prompts` greedily with the draft as it would be deployed, and compares with the estimate.
 
     Counts are pooled over prompts; the interval is a bootstrap over prompts. Absent is None.
@@ -85,7 +87,7 @@ def estimate(
 ) -> tuple[list[tuple[int, int]], list[float]]:
     """Each sequence's walk, and the share of joint matches at each draft position, uniform over all rows.
 
-    The second is what training logs; it differs from what decoding meets, whose rounds start after mismatches.
+    The second is what training logs. Decoding meets other rows: its rounds start after mismatches.
     """
     walks: list[tuple[int, int]] = []
     hits, counts = torch.zeros(params.draft_tokens), torch.zeros(params.draft_tokens)
@@ -99,7 +101,7 @@ def estimate(
         batch = Online(target, [row], objective.taps).batch([0]).to(target.device)
         matches = objective.matches(draft, batch, params.draft_tokens)[0].cpu()
         walks.append(walk(matches, first, params.max_new_tokens))
-        # Row first - 1 is the first that a round can start at; the i-th draft needs a token to be compared with.
+        # A round can start at row first - 1 at the earliest, and draft i needs a token to be compared with.
         hits += matches[first - 1 :].sum(0)
         counts += torch.tensor([max(0, length - first - 1 - i) for i in range(params.draft_tokens)])
     return walks, (hits / counts.clamp(min=1)).tolist()
@@ -108,8 +110,9 @@ def estimate(
 def walk(matches: Tensor, first: int, max_new_tokens: int) -> tuple[int, int]:
     """(rounds, accepted drafts) of a decoder to which row j's drafts match as `matches` [T, K] says.
 
-    `first` is the first token that was generated, pending when the first round starts; row j = first - 1 drafts what
-    follows it. A round at j that accepts a drafts makes token j + 2 + a pending, so the next starts at row j + 1 + a.
+    `first` is the first token that was generated, pending when the first round starts; row j = first - 1
+    drafts what follows it. A round at j that accepts a drafts makes token j + 2 + a pending, so the next
+    starts at row j + 1 + a.
     """
     length, k = matches.shape
     j, rounds, accepted = first - 1, 0, 0
@@ -121,7 +124,7 @@ def walk(matches: Tensor, first: int, max_new_tokens: int) -> tuple[int, int]:
 
 
 def deployed(draft: Any, target: Target) -> nn.Module:
-    """A copy of the draft in training as `load_draft` would give it: in the target's dtype, without gradients."""
+    """A copy of the draft in training as `load_draft` would give it, in the target's dtype."""
     twin = draft_class(draft.method).from_config(draft.shape.to_dict(), target)
     twin.load_state_dict(draft.state_dict())
     return twin.to(target.dtype).eval().requires_grad_(False)

@@ -1,10 +1,11 @@
 """Which hidden state meets which token and which row of the target: the one table that every objective reads.
 
-Row j of a training sequence is the place where a draft reads the target's feature of token t_j. The table says, for
-each method and step, how far from row j the tokens it embeds, the target row that teaches it, the token it predicts
-and that token's loss mask lie. A shift by one here trains without a sign of trouble (the draft learns the shift) and
-decodes badly; so nobody shifts anything elsewhere, each row of the table has an index probe, and held-out acceptance
-is compared with a teacher-forced estimate that goes through this table (train/acceptance.py).
+Row j of a training sequence is the place where a draft reads the target's feature of token t_j. The table
+says, for each method and step, how far from row j the tokens it embeds, the target row that teaches it, the
+token it predicts and that token's loss mask lie. A shift by one here trains without a sign of trouble (the
+draft learns the shift) and decodes badly; so nobody shifts anything elsewhere, each row of the table has an
+index probe, and held-out acceptance is compared with a teacher-forced estimate that goes through this table
+(train/acceptance.py).
 
 Notation: `L_r` is the target's logits row r (it predicts t_{r+1}); `m_r` is 1 iff t_r is a token to train on.
 """
@@ -42,7 +43,7 @@ TABLE: dict[str, Callable[[int], Offsets]] = {
     "eagle1": lambda _: Offsets(0, (1,), target=1, label=2, mask=2),
     # From step 1 on, the feature is the draft's own previous output at row j, in place of the target's.
     "eagle3": lambda i: Offsets(0, (i + 1,), target=i + 1, label=i + 2, mask=i + 2),
-    # Row j is the block's anchor; only block row 0 embeds a token, the clean anchor. Features are those before it.
+    # Row j is the block's anchor, the only token embedded (in block row 0); features are those before it.
     "dflash": lambda k: Offsets(-1, (0,), target=k - 1, label=k, mask=k),
     # The head sits on the state whose input is the candidate itself: would the target have accepted it?
     "specdec": lambda _: Offsets(None, (0,), target=-1, label=0, mask=0),
@@ -51,7 +52,7 @@ TABLE: dict[str, Callable[[int], Offsets]] = {
 
 @dataclass(frozen=True)
 class Aligned:
-    """Views of equal length; index n of each belongs to row `start + n`. A view asked for with None is None."""
+    """Views of equal length: index n of each belongs to row `start + n`. None where none was asked for."""
 
     start: int  # the first row whose offsets all lie within the sequence
     rows: int
@@ -72,7 +73,7 @@ def align(
 ) -> Aligned:
     """Slices `tokens` [B, T], `mask` [B, T], `features` [B, T, ...] and `target` [B, T, ...] by `offsets`.
 
-    Rows from which an offset would leave the sequence, at either end, are left out. Everything returned is a view.
+    Rows from which an offset would leave the sequence, at either end, are left out. Nothing is copied.
     """
     start = max(0, -min(offsets.all))
     rows = max(0, tokens.shape[1] - max(0, *offsets.all) - start)

@@ -1,7 +1,7 @@
 """The order in which rows are trained on, and the padded batch that an objective receives.
 
-The order follows from (seed, epoch) alone and a position in it is an optimiser step, so a run that stops at step k
-goes on with exactly the rows it would have seen.
+The order follows from (seed, epoch) alone and a position in it is an optimiser step, so a run that stops at
+step k goes on with exactly the rows it would have seen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowFeatures:
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows padded on the right to T tokens. The N taught target rows of all of them lie packed, in order."""
+    """B rows padded on the right to T tokens. The N taught target rows of all of them are packed in order."""
 
     tokens: Tensor  # [B, T] int64
     mask: Tensor  # [B, T] bool: tokens to train on; False on padding
@@ -75,7 +75,7 @@ def collate(rows: Sequence[TokenRow], features: Sequence[RowFeatures]) -> Batch:
 
 
 def pack(sizes: Sequence[int], order: Sequence[int], tokens: int) -> list[list[int]]:
-    """Cuts `order` into batches of at most `tokens` padded tokens. A row longer than that is a batch of its own."""
+    """Cuts `order` into batches of at most `tokens` padded tokens; a longer row is a batch of its own."""
     batches: list[list[int]] = []
     longest = 0
     for row in order:
@@ -108,7 +108,7 @@ class Plan:
         seed: int,
         max_steps: int | None = None,
     ) -> None:
-        """`sizes`: tokens per row. `tokens`: padded tokens per micro-batch. `max_steps` ends the plan early."""
+        """`sizes`: tokens of each row. `tokens`: padded tokens of a micro-batch, at most."""
         self._epoch = lru_cache(maxsize=1)(lambda epoch: shuffled(sizes, tokens, seed, epoch))
         self._accumulation = accumulation
         counts = [-(-len(self._epoch(epoch)) // accumulation) for epoch in range(epochs)]
@@ -120,7 +120,7 @@ class Plan:
         return bisect.bisect_right(self._ends, step)
 
     def __getitem__(self, step: int) -> list[list[int]]:
-        """The micro-batches of `step`, each a list of row numbers; the last step of an epoch may have fewer."""
+        """The micro-batches of `step`, each lists of row numbers; the last of an epoch may be fewer."""
         epoch = self.epoch(step)
         first = (step - (self._ends[epoch - 1] if epoch else 0)) * self._accumulation
         return self._epoch(epoch)[first : first + self._accumulation]

@@ -1,8 +1,8 @@
 """A training run's complete state: `checkpoints/step_000123/`, whole or absent.
 
-Accelerate writes and reads model, optimiser, scheduler and random states. Beside them, state.json has the position in
-the data, what was gathered for the next log line, and a digest of the random states: accelerate passes over random
-states that it cannot restore, and a run that goes on with others is not the same run.
+Accelerate writes and reads model, optimiser, scheduler and random states. Beside them, state.json has the
+position in the data, what was gathered for the next log line, and a digest of the random states: accelerate
+passes over random states that it cannot restore, and a run that goes on with others is not the same run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,8 @@ from models.files import write_folder, write_json
 
 STATE = "state.json"
 WEIGHTS = "model.safetensors"  # accelerate's name
-
-
-@dataclass
-class State:
-    """Where a run stands, as JSON."""
-
-    step: int = 0  # optimiser steps done; the data's order and epoch follow from it (train/batches.py)
-    tokens: int = 0  # tokens trained on so far
-    seconds: float = 0.0  # spent training, over all processes that worked on the run
-    window: Window = field(default_factory=lambda: Window())
+# What readers of truncated or foreign files raise.
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
 @dataclass
@@ -45,14 +37,24 @@ class Window:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    sums: dict[str, list[float]] = field(default_factory=dict)
+    sums: dict[str, list[float]] = field(default_factory=dict)  # of each metric, by term of the loss
     counts: dict[str, list[int]] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
 
 
+@dataclass
+class State:
+    """Where a run stands, as JSON."""
+
+    step: int = 0  # optimiser steps done; the data's order and epoch follow from it (train/batches.py)
+    tokens: int = 0  # tokens trained on so far
+    seconds: float = 0.0  # spent in training steps, by all processes that worked on the run
+    window: Window = field(default_factory=Window)
+
+
 def save(folder: Path, accelerator: Accelerator, state: State) -> None:
-    """Writes everything that a run needs to go on, in one step. Raises `StorageError` if the disk does not take it."""
+    """Writes everything that a run needs to go on, whole or not at all. Raises `StorageError`."""
 
     def write(temporary: Path) -> None:
         accelerator.save_state(str(temporary))
@@ -62,11 +64,11 @@ def save(folder: Path, accelerator: Accelerator, state: State) -> None:
 
 
 def restore(folder: Path, accelerator: Accelerator) -> State:
-    """Puts the run that `accelerator` prepared where `folder` says, and returns its state. Raises `CheckpointError`."""
+    """Puts everything that `accelerator` prepared back as it was. Raises `CheckpointError`."""
     try:
         saved = json.loads((folder / STATE).read_text())
         accelerator.load_state(str(folder))
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise damaged(folder, str(error)) from error
     if saved.pop("random") != random_digest():
         raise damaged(folder, "its random states could not be restored")
@@ -77,14 +79,14 @@ def load_weights(folder: Path, module: nn.Module) -> None:
     """Only the weights, into the module that was trained. Raises `CheckpointError`."""
     try:
         module.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except UNREADABLE as error:
         raise damaged(folder, str(error)) from error
 
 
 def damaged(folder: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint {folder} cannot be restored: {' '.join(reason.split())[:300]}. Remove that folder to go on from "
-        "the one before it, or start anew with trainer.resume=never."
+        f"The checkpoint {folder} cannot be restored: {' '.join(reason.split())[:300]}. Remove that folder "
+        "to go on from the one before it, or start anew with trainer.resume=never."
     )
 
 

@@ -1,7 +1,7 @@
 """`python -m train.distill`: distils a draft from the target on prepared traffic.
 
-Order: everything that can be refused is refused before the target loads; rows, draft vocabulary and features follow;
-then the run begins or goes on. The method is found by its name: `models/<name>.py` has the network, and
+What can be refused is refused before the target loads; then come rows, draft vocabulary and features; then
+the run begins or goes on. The method is found by its name: `models/<name>.py` has the network, and
 `train/objectives/<name>.py` what it learns from.
 """
 
@@ -16,18 +16,16 @@ from typing import Any
 
 from rich.console import Console
 
-from configs import schema
 from configs.entry import entry
-from configs.errors import ConfigError
-from configs.schema import Config, MethodConfig, typed
+from configs.errors import ConfigError, TrafficError
+from configs.schema import Config, Features, MethodConfig, typed
 from data.tokens import Prompt, TokenRow, load_token_rows, prompts
 from models import save_draft
 from models.files import ensure_writable
 from models.provenance import provenance
 from models.target import Target
-from train import features
 from train.checkpoint import load_weights
-from train.features import Cached, Online
+from train.features import Cached, Online, cached, rows_digest
 from train.loop import Training
 from train.objectives import Objective
 from train.runs import Run, contract, open_run
@@ -50,8 +48,9 @@ class Method:
 
 
 def find_method(config: MethodConfig) -> Method:
-    """The method that `config` names. Raises `ConfigError` for an unknown one and for settings it does not have."""
-    network, objective = (module(f"{room}.{config.name}", config.name) for room in ("models", "train.objectives"))
+    """The method that `config` names. Raises `ConfigError` for unknown ones and unknown settings."""
+    network = module(f"models.{config.name}", config.name)
+    objective = module(f"train.objectives.{config.name}", config.name)
     return Method(
         config.name,
         typed(network.NetworkConfig, config.network, "method.network"),
@@ -67,7 +66,8 @@ def module(path: str, method: str) -> ModuleType:
         if error.name != path:
             raise
         raise ConfigError(
-            f"method.name={method} is unknown: there is no {path.replace('.', '/')}.py. Use a method of configs/method/."
+            f"method.name={method} is unknown: there is no {path.replace('.', '/')}.py. "
+            "Use one of the methods in configs/method/."
         ) from None
 
 
@@ -75,38 +75,41 @@ def distil(config: Config, console: Console) -> Path:
     """Trains as `config` says; returns the run's folder, with `draft/` in it."""
     method = find_method(config.method)
     ensure_writable(Path(config.runs) / config.experiment)
-    target = Target.load(config.target)
-    rows = load_token_rows(config, target)
     heldout = evenly(prompts(config, "heldout"), config.trainer.eval_prompts)
     if not heldout:
-        raise ConfigError("There are no held-out prompts to judge the draft by. Raise data.heldout_fraction and prepare again.")
+        raise TrafficError(
+            "There are no held-out prompts to judge the draft by. Raise data.heldout_fraction, or name "
+            "data.heldout_sources, and run python -m data.prepare again."
+        )
+    target = Target.load(config.target)
+    rows = load_token_rows(config, target, console)
     objective = method.build(target, rows, config.seed)
-    run = open_run(config, contract(config, method.values(), features.rows_digest(rows), target.fingerprint()))
-    say(console, run, objective, rows)
-    source = feature_source(config, target, rows, objective, console)
-    training = Training(config, objective, target, source, rows, heldout, run, console)
-    training.resume()
-    training.train()
-    finish(training, method)
-    return run.folder
+    with open_run(config, contract(config, method.values(), rows_digest(rows), target.fingerprint())) as run:
+        say(console, run, objective, rows)
+        source = feature_source(config, target, rows, objective, console)
+        training = Training(config, objective, target, source, rows, heldout, run, console)
+        training.resume()
+        training.train()
+        finish(training, method)
+        return run.folder
 
 
 def feature_source(
     config: Config, target: Target, rows: Sequence[TokenRow], objective: Objective, console: Console
 ) -> Cached | Online:
-    if config.trainer.features is schema.Features.online:
+    if config.trainer.features is Features.online:
         return Online(target, rows, objective.taps)
     folder = Path(config.data.folder) / "features"
-    return features.cached(folder, target, rows, objective.taps, config.trainer.batch_tokens, console)
+    return cached(folder, target, rows, objective.taps, config.trainer.batch_tokens, console)
 
 
 def say(console: Console, run: Run, objective: Objective, rows: Sequence[TokenRow]) -> None:
     trained = sum(sum(row.loss_mask) for row in rows)
     parameters = sum(p.numel() for p in objective.parameters() if p.requires_grad)
-    console.print(f"run folder: {run.folder}", highlight=False)
-    console.print(f"{len(rows):,} rows, {trained:,} tokens to train on, {parameters / 1e6:.1f} M parameters", highlight=False)
+    console.print(f"run folder: {run.folder}")
+    console.print(f"{len(rows):,} rows, {trained:,} tokens to train on, {parameters / 1e6:.1f} M parameters")
     for name, value in objective.describe().items():
-        console.print(f"{name.replace('_', ' ')}: {value}", highlight=False)
+        console.print(f"{name.replace('_', ' ')}: {value}")
 
 
 def finish(training: Training, method: Method) -> None:
@@ -131,7 +134,9 @@ def finish(training: Training, method: Method) -> None:
     }
     save_draft(run.folder / "draft", training.objective.draft, training.target, summary)
     run.finish(summary)
-    training.console.print(f"the draft of step {step} is in {run.folder / 'draft'}", highlight=False)
+    training.console.print(f"the draft of step {step} is in {run.folder / 'draft'}")
+    if summary["alarm"]:
+        training.console.print("An alarm was raised on the way: see above before using it.", style="bold red")
 
 
 def evenly(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
@@ -145,7 +150,7 @@ def evenly(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 @entry()
 def main(config: Config) -> None:
-    distil(config, Console())
+    distil(config, Console(soft_wrap=True, markup=False, highlight=False))
 
 
 if __name__ == "__main__":

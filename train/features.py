@@ -1,17 +1,19 @@
 """The target's features of the training rows: taps at every row, and the taught rows' last hidden states.
 
-`cached`: computed once, written under `data.folder`/features/<key>/ and memory-mapped over the epochs. The key covers
-the rows, the target's weights, the taps and the dtype, so a cache can be stale only by being another folder. `online`:
-the target runs beside the draft, and nothing is stored.
+`cached`: computed once, written under `data.folder`/features/<key>/ and memory-mapped over the epochs. The
+key covers the rows, the target's weights, the taps and the dtype, so a cache can be stale only by being
+another folder. `online`: the target runs beside the draft, and nothing is stored.
 
-The target's logits are never stored: the last hidden state and the log-sum-exp of its full-vocabulary logits give any
-part of its law back (train/objectives). What is taught is decided by the loss mask alone: target row r is kept iff
-m_{r+1} = 1. Rows with features that are not finite are left out and counted; too many of them stop the run.
+The target's logits are never stored: the last hidden state and the log-sum-exp of its full-vocabulary logits
+give any part of its law back (train/objectives). What is taught is decided by the loss mask alone: target row
+r is kept iff m_{r+1} = 1. Rows with features that are not finite are left out and counted; too many of them
+stop the run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -80,14 +82,14 @@ class Cached:
         self._place = {n: shard for shard in self._shards for n in shard.numbers}
 
     def usable(self) -> list[int]:
-        return [n for shard in self._shards for n, good in zip(shard.numbers, shard.finite, strict=True) if good]
+        return [n for shard in self._shards for n in shard.usable()]
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         return collate([self._rows[n] for n in numbers], [self._place[n].row(n) for n in numbers])
 
 
 class Shard:
-    """One memory-mapped file with the features of consecutive rows, proved to be those rows' when it is opened."""
+    """One memory-mapped file of consecutive rows' features. Opening it proves that they are those rows'."""
 
     def __init__(self, path: Path, numbers: range, rows: Sequence[TokenRow]) -> None:
         self.numbers = numbers
@@ -95,14 +97,17 @@ class Shard:
         expected = [token for n in numbers for token in rows[n].input_ids]
         if self._file.get_tensor("tokens").tolist() != expected:
             raise StorageError(
-                f"{path} holds features of other tokens than the rows it is meant for: it was damaged or moved. "
-                f"Remove {path.parent} and run again."
+                f"{path} holds features of other tokens than the rows it is meant for: it was damaged or "
+                f"moved. Remove {path.parent} and run again."
             )
         self.finite: list[bool] = self._file.get_tensor("finite").tolist()
         taught = [taught_rows(rows[n]) for n in numbers]
         self._taught = dict(zip(numbers, taught, strict=True))
         self._tokens = spans([len(rows[n].input_ids) for n in numbers])
         self._packed = spans([len(t) for t in taught])
+
+    def usable(self) -> list[int]:
+        return [n for n, good in zip(self.numbers, self.finite, strict=True) if good]
 
     def row(self, number: int) -> RowFeatures:
         at, packed = (s[number - self.numbers.start] for s in (self._tokens, self._packed))
@@ -116,12 +121,17 @@ class Shard:
 
 
 def cached(
-    folder: Path, target: Target, rows: Sequence[TokenRow], taps: tuple[int, ...], tokens: int, console: Console
+    folder: Path,
+    target: Target,
+    rows: Sequence[TokenRow],
+    taps: tuple[int, ...],
+    tokens: int,
+    console: Console,
 ) -> Cached:
-    """The rows' features from `folder` (…/features), computing what is missing, `tokens` padded tokens at a time.
+    """The rows' features below `folder`, computing what is missing, `tokens` padded tokens at a time.
 
-    Says first how much disk that takes; raises `StorageError` if there is less, `TargetError` for too many rows with
-    features that are not finite. A run killed on the way loses the shard it was at.
+    Says first how much disk that takes; raises `StorageError` if there is less, `TargetError` for too many
+    rows with features that are not finite. A run killed on the way loses the shard it was at.
     """
     folder = folder / key(target, rows, taps)
     size = [row_bytes(target, row, len(taps)) for row in rows]
@@ -134,7 +144,7 @@ def cached(
     bad = len(rows) - len(made.usable())
     refuse_many(bad, len(rows), target)
     if bad:
-        console.print(f"[yellow]{bad} of {len(rows)} rows left out: their features are not finite.[/]")
+        console.print(f"{bad} of {len(rows)} rows left out: their features are not finite", style="yellow")
     return made
 
 
@@ -149,9 +159,9 @@ def write(
     console: Console,
 ) -> None:
     """Computes and writes the `missing` of `shards`, each atomically."""
-    bad = 0
+    bad, total = 0, sum(len(rows[n].input_ids) for i in missing for n in shards[i])
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("features", total=sum(len(rows[n].input_ids) for i in missing for n in shards[i]))
+        task = progress.add_task("features", total=total)
         for i in missing:
             chosen = [rows[n] for n in shards[i]]
             features: dict[int, RowFeatures] = {}
@@ -198,7 +208,8 @@ def taught_rows(row: TokenRow) -> Tensor:
 
 
 def finite(features: RowFeatures) -> bool:
-    return all(bool(torch.isfinite(values).all()) for values in (features.taps, features.hidden, features.lse))
+    values = features.taps, features.hidden, features.lse
+    return all(bool(torch.isfinite(value).all()) for value in values)
 
 
 def silent(row: TokenRow, features: RowFeatures) -> tuple[TokenRow, RowFeatures]:
@@ -213,9 +224,9 @@ def silent(row: TokenRow, features: RowFeatures) -> tuple[TokenRow, RowFeatures]
 def refuse_many(bad: int, total: int, target: Target) -> None:
     if bad > MAX_BAD * total:
         raise TargetError(
-            f"{bad} of {total} rows have features of target {target.name} that are not finite (NaN or infinite), more "
-            f"than {MAX_BAD:.0%}: in {target.dtype} it overflows, or its weights are damaged. Set target.dtype=float32, or "
-            "fetch the target again."
+            f"{bad} of {total} rows have features of target {target.name} that are NaN or infinite, "
+            f"more than {MAX_BAD:.0%}: it overflows in {target.dtype}, or its weights are damaged. "
+            "Set target.dtype=float32, or fetch the target again."
         )
 
 
@@ -234,7 +245,7 @@ def packed(rows: Sequence[TokenRow], features: Sequence[RowFeatures]) -> dict[st
 def spans(lengths: Sequence[int]) -> list[slice]:
     """Where things of these lengths lie when packed one after the other."""
     ends = np.cumsum([0, *lengths]).tolist()
-    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def split(sizes: Sequence[int], limit: int) -> list[range]:
@@ -264,7 +275,8 @@ def rows_digest(rows: Sequence[TokenRow]) -> str:
     """SHA-256 over token ids and loss masks of all rows, in order."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(np.asarray([len(row.input_ids), *row.input_ids, *row.loss_mask], dtype=np.int64).tobytes())
+        values = [len(row.input_ids), *row.input_ids, *row.loss_mask]
+        digest.update(np.asarray(values, dtype=np.int64).tobytes())
     return digest.hexdigest()
 
 
@@ -273,7 +285,7 @@ def shard_file(folder: Path, number: int) -> Path:
 
 
 def whole(path: Path, numbers: range, rows: Sequence[TokenRow]) -> bool:
-    """Whether the shard is there and can be read; a truncated one is made again. Foreign tokens raise `StorageError`."""
+    """Whether the shard is there and not truncated. Raises `StorageError` if its tokens are others."""
     try:
         Shard(path, numbers, rows)
     except (FileNotFoundError, SafetensorError):
@@ -286,11 +298,12 @@ def announce(folder: Path, needed: int, total: int, console: Console) -> None:
     ensure_writable(folder)
     free = shutil.disk_usage(folder).free
     console.print(
-        f"features: {needed / 1e9:.2f} GB to write to {folder} ({total / 1e9:.2f} GB in all, {free / 1e9:.0f} GB free)",
-        highlight=False,
+        f"features: {needed / 1e9:.2f} GB to write to {folder} "
+        f"({total / 1e9:.2f} GB in all, {free / 1e9:.0f} GB free)"
     )
     if needed > free:
         raise StorageError(
-            f"The features need {needed / 1e9:.2f} GB in {folder}, and {free / 1e9:.2f} GB are free there. Make room, put "
-            "data.folder on another disk, train on fewer rows (data.max_train_rows), or set trainer.features=online."
+            f"The features need {needed / 1e9:.2f} GB in {folder}, and {free / 1e9:.2f} GB are free there. "
+            "Make room, put data.folder on another disk, train on fewer rows (data.max_train_rows), or set "
+            "trainer.features=online."
         )

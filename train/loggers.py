@@ -1,7 +1,7 @@
 """Where a run's figures go: the console, train.jsonl, and wandb if asked for.
 
-A line is one JSON object with a `step`: either a logged training step (`loss`, `accuracy`, ...) or, under `heldout`, a
-measurement with the real decoder.
+A line is one JSON object with a `step`: either a logged training step (`loss`, `accuracy`, ...) or, under
+`heldout`, a measurement with the real decoder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from configs.errors import ConfigError
 from configs.schema import Config, WandbMode
@@ -54,14 +61,16 @@ class Console:
 
     def line(self, line: Line) -> None:
         if "heldout" in line:
-            self._console.print(f"step {line['step']}: {heldout_text(line['heldout'])}", highlight=False)
+            self._console.print(f"step {line['step']}: {heldout_text(line['heldout'])}")
             return
-        figures = f"loss {line['loss']:.3f}  acc0 {line['accuracy'][0]:.3f}  {line['tokens_per_s']:,.0f} tok/s"
+        figures = (
+            f"loss {line['loss']:.3f}  acc0 {line['accuracy'][0]:.3f}  {line['tokens_per_s']:,.0f} tok/s"
+        )
         self._progress.update(self._task, figures=figures)
         if not self._console.is_terminal:
             left = (self._steps - line["step"]) * line["seconds_per_step"]
             text = f"step {line['step']}/{self._steps}  {figures}  {duration(left)} left"
-            self._console.print(text, highlight=False)
+            self._console.print(text)
 
     def close(self) -> None:
         self._progress.stop()
@@ -84,15 +93,15 @@ class Jsonl:
 
 
 class Wandb:
-    """Lists become one figure for each draft step, as in `accuracy/0`. A resumed run goes on under its own id."""
+    """Lists become one figure for each draft step, as in `accuracy/0`. A resumed run keeps its id."""
 
     def __init__(self, config: Config, run: Run) -> None:
         try:
             import wandb
         except ImportError:
             raise ConfigError(
-                f"logger.wandb={config.logger.wandb.value} needs the package wandb. Install it with the extra `wandb`, as in "
-                "pip install -e '.[wandb]', or set logger.wandb=disabled."
+                f"logger.wandb={config.logger.wandb.value} needs the package wandb. Install the extra "
+                "`wandb`, as in pip install -e '.[wandb]', or set logger.wandb=disabled."
             ) from None
         self._run = wandb.init(
             project=config.logger.project,
@@ -142,12 +151,11 @@ def heldout_text(found: Mapping[str, Any]) -> str:
     if found["mean_acceptance_length"] is None:
         return "held-out replies were too short to draft in"
     low, high = found["mean_acceptance_length_ci"]
-    text = (
+    return (
         f"held-out acceptance length {found['mean_acceptance_length']:.2f} (95 % {low:.2f} to {high:.2f}, "
         f"{found['prompts']} prompts, {found['rounds']} rounds, K={found['draft_tokens']}); "
         f"teacher-forced walk {found['walk']:.2f}"
     )
-    return text
 
 
 def duration(seconds: float) -> str:

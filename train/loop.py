@@ -1,8 +1,9 @@
-"""The training loop: steps, logs, checkpoints, held-out acceptance. It knows objectives only by their interface.
+"""The training loop: steps, logs, checkpoints, held-out acceptance. Objectives are known by interface only.
 
-Weights and optimiser state are float32 whatever the autocast. One optimiser step may take several micro-batches; their
-losses are divided by the valid positions of all of them together, so that it makes no difference how rows are cut into
-micro-batches. A run that stops anywhere goes on from its last checkpoint with bit-equal losses.
+Weights and optimiser state are float32 whatever the autocast. One optimiser step may take several
+micro-batches; their losses are divided by the valid positions of all of them together, so that it makes no
+difference how rows are cut into micro-batches. A run that stops anywhere goes on from its last checkpoint
+with bit-equal losses.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from configs.errors import LeadoutError, TrafficError
+from configs.errors import ConfigError, LeadoutError, TrafficError
 from configs.schema import Config, Dtype, TrainerConfig
 from data.tokens import Prompt, TokenRow
 from models.target import Target
@@ -60,7 +62,9 @@ class Training:
         self.heldout, self.run, self.console = heldout, run, console
         self.rows = [n for n in features.usable() if any(rows[n].loss_mask[objective.first_label :])]
         if not self.rows:
-            raise TrafficError("No row has a token that a draft could learn to predict: replies need two tokens or more.")
+            raise TrafficError(
+                "No row has a token that a draft could learn to predict: replies need two tokens or more."
+            )
         self.plan = Plan(
             [len(rows[n].input_ids) for n in self.rows],
             tokens=self.trainer.batch_tokens,
@@ -71,11 +75,11 @@ class Training:
         )
         self.accelerator = accelerator(self.trainer, target)
         optimizer = adamw(objective, self.trainer)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: share(s, self.plan.steps, self.trainer))
-        self.scheduler = scheduler
+        self.scheduler = LambdaLR(optimizer, lambda step: share(step, self.plan.steps, self.trainer))
         self.module, self.optimizer = self.accelerator.prepare(objective, optimizer)
-        self.accelerator.register_for_checkpointing(scheduler)
+        self.accelerator.register_for_checkpointing(self.scheduler)
         self.state = State()
+        self.rate = 0.0
         self.saved: int | None = None  # the step that the newest checkpoint is of
         self.stopping = False
 
@@ -85,7 +89,7 @@ class Training:
         if folders:
             self.state = checkpoint.restore(folders[-1], self.accelerator)
             self.saved = self.state.step
-            self.console.print(f"going on from step {self.state.step} of {self.plan.steps}", highlight=False)
+            self.console.print(f"going on from step {self.state.step} of {self.plan.steps}")
         self.run.rewind(self.state.step)
 
     def train(self) -> None:
@@ -112,8 +116,10 @@ class Training:
         positions = torch.stack([self.objective.positions(batch) for batch in batches]).sum(0)
         losses = [self.backward(batch, positions) for batch in batches]
         value = sum(loss.value.item() for loss in losses)
-        norm = float(self.accelerator.clip_grad_norm_(self.objective.draft.parameters(), self.trainer.clip_norm))
+        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.trainer.clip_norm)
+        norm = math.nan if norm is None else float(norm)
         self.refuse_divergence(value, norm)
+        self.rate = self.scheduler.get_last_lr()[0]  # this step's; the scheduler's step makes it the next one's
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -137,9 +143,9 @@ class Training:
             return
         kept = "its checkpoints are kept" if self.run.checkpoints() else "no checkpoint was written yet"
         raise DivergenceError(
-            f"Training diverged at step {self.state.step + 1}: loss {value}, gradient norm {norm}. In {self.run.folder} {kept}. "
-            f"Lower trainer.lr (it is {self.trainer.lr:g}) or raise trainer.warmup_ratio; if it happens at the first steps, "
-            "set trainer.autocast=float32."
+            f"Training diverged at step {self.state.step + 1}: loss {value}, gradient norm {norm}. In "
+            f"{self.run.folder} {kept}. Lower trainer.lr (it is {self.trainer.lr:g}) or raise "
+            "trainer.warmup_ratio; if it happens at the first steps, set trainer.autocast=float32."
         )
 
     def look(self) -> None:
@@ -166,7 +172,8 @@ class Training:
 
     def log(self) -> None:
         line = {"step": self.state.step, "epoch": self.plan.epoch(self.state.step - 1)}
-        line |= summary(self.state.window) | {"lr": self.scheduler.get_last_lr()[0], "tokens": self.state.tokens}
+        line |= {"lr": self.rate, "tokens": self.state.tokens}
+        line |= summary(self.state.window)
         self.state.window = Window()
         self.tell(line)
 
@@ -176,7 +183,7 @@ class Training:
         found = acceptance.measure(self.objective, self.target, self.heldout, self.config)
         self.tell({"step": self.state.step, "heldout": found | {"seconds": time.perf_counter() - began}})
         if found["alarm"]:
-            self.console.print(alarm(found), style="bold red", highlight=False)
+            self.console.print(alarm(found), style="bold red")
 
     def tell(self, line: dict[str, Any]) -> None:
         for logger in self.loggers:
@@ -185,7 +192,7 @@ class Training:
     def say_eta(self) -> None:
         per_step = self.state.seconds / self.state.step
         rest = self.plan.steps - self.state.step
-        self.console.print(f"about {duration(rest * per_step)} for the other {rest} steps", highlight=False)
+        self.console.print(f"about {duration(rest * per_step)} for the other {rest} steps")
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -209,7 +216,13 @@ class Training:
 
 def accelerator(trainer: TrainerConfig, target: Target) -> Accelerator:
     precision = {Dtype.bfloat16: "bf16", Dtype.float16: "fp16", Dtype.float32: "no"}[trainer.autocast]
-    return Accelerator(mixed_precision=precision, cpu=target.device.type == "cpu")
+    made = Accelerator(mixed_precision=precision, cpu=target.device.type == "cpu")
+    if made.num_processes > 1:
+        raise ConfigError(
+            f"This run was started as {made.num_processes} processes, and training uses one. Start it with "
+            "python -m train.distill, without a launcher."
+        )
+    return made
 
 
 def adamw(module: nn.Module, trainer: TrainerConfig) -> torch.optim.AdamW:
@@ -228,7 +241,9 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step > 0 and step % every == 0
 
 
-def gather(state: State, losses: Sequence[Loss], value: float, norm: float, tokens: int, seconds: float) -> None:
+def gather(
+    state: State, losses: Sequence[Loss], value: float, norm: float, tokens: int, seconds: float
+) -> None:
     """Adds a step to the state's totals and to its window."""
     window = state.window
     window.losses.append(value)
@@ -250,16 +265,19 @@ def summary(window: Window) -> dict[str, Any]:
     steps = len(window.losses)
     figures: dict[str, Any] = {"loss": sum(window.losses) / steps, "grad_norm": sum(window.norms) / steps}
     for name, sums in window.sums.items():
-        name_by_term = "loss_by_step" if name == "loss" else name
-        figures[name_by_term] = [s / n if n else None for s, n in zip(sums, window.counts[name], strict=True)]
-    figures |= {"tokens_per_s": window.tokens / window.seconds, "seconds_per_step": window.seconds / steps}
-    return figures
+        means = [s / n if n else None for s, n in zip(sums, window.counts[name], strict=True)]
+        figures["loss_by_term" if name == "loss" else name] = means
+    return figures | {
+        "tokens_per_s": window.tokens / window.seconds,
+        "seconds_per_step": window.seconds / steps,
+    }
 
 
 def alarm(found: dict[str, Any]) -> str:
     low, high = found["mean_acceptance_length_ci"]
     return (
-        f"ALARM: the decoder accepts {found['mean_acceptance_length']:.3f} tokens per round ({low:.3f} to {high:.3f}), and "
-        f"training's teacher-forced estimate on the same sequences is {found['walk']:.3f}. They do not do the same thing: "
-        "compare the alignment, taps, positions and dtype of train/ and decoding/ before trusting this draft."
+        f"ALARM: the decoder emits {found['mean_acceptance_length']:.3f} tokens per round ({low:.3f} to "
+        f"{high:.3f}), and training's teacher-forced estimate on the same sequences is {found['walk']:.3f}. "
+        "They do not do the same thing: compare the alignment, taps, positions and dtype of train/ and "
+        "decoding/ before trusting this draft."
     )

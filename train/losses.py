@@ -18,15 +18,15 @@ class SoftCrossEntropy(NamedTuple):
     argmax: Tensor  # int64 [...]: of the logits
 
     def gradient(self, p: Tensor, scale: Tensor) -> Tensor:
-        """Of `scale` [...] * value by the logits: scale * (mass * q - p). Overwrites q, to spare the memory."""
+        """Of scale [...] * value by the logits: scale * (mass * q - p). Overwrites q, to spare the memory."""
         return self.q.mul_((self.mass * scale)[..., None]).addcmul_(p, -scale[..., None])
 
 
 def soft_cross_entropy(logits: Tensor, p: Tensor) -> SoftCrossEntropy:
     """Forward KL up to the target's entropy: -sum_v p(v) log q(v) with q = softmax(logits).
 
-    logits [S, n, V] of any dtype; p [n, V], whose rows need not sum to 1, for all S. In float32 at least, whatever
-    the autocast: in bfloat16 the gradient of a good draft is mostly rounding.
+    logits [S, n, V] of any dtype; p [n, V], whose rows need not sum to 1, for all S. In float32 at least,
+    whatever the autocast: in bfloat16 the gradient of a good draft is mostly rounding.
     """
     with torch.autocast(logits.device.type, enabled=False):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
@@ -39,15 +39,15 @@ def soft_cross_entropy(logits: Tensor, p: Tensor) -> SoftCrossEntropy:
         return SoftCrossEntropy(value, q.mul_(total.reciprocal()[..., None]), mass, argmax)
 
 
-# Given detached rows and the parameters: the summed loss, its gradient by the rows and by each parameter (None: unused).
+# Given detached rows and the parameters: the summed loss, its gradient by rows and parameters (None: unused).
 Chunks = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor, list[Tensor | None]]]
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """A loss whose `chunks` computes gradients together with the value, so that only a chunk's logits ever exist.
+    """A loss whose `chunks` takes gradients together with the value: only a chunk's logits ever exist.
 
-    All rows of all steps at once would be rows x steps x V logits. The value must be a sum, not yet divided by the
-    number of rows, so that no gradient underflows in a short dtype before it is scaled.
+    All rows of all steps at once would be rows x steps x V logits. The value must be a sum, not yet divided
+    by the number of rows, so that no gradient underflows in a short dtype before it is scaled.
     """
 
     @staticmethod

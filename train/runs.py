@@ -1,8 +1,9 @@
-"""A run's folder: `runs/<experiment>/<time>/` with config.yaml, train.jsonl, checkpoints/, best, draft/, summary.json.
+"""A run's folder, `runs/<experiment>/<time>/`.
 
-A run is unfinished until summary.json exists. What decides the course of its losses is its contract; a run is only
-ever continued under the contract it began with. A lock, which the system frees with the process, keeps two processes
-out of one folder.
+In it: config.yaml, contract.json, train.jsonl, checkpoints/, best, draft/ and summary.json, which ends the
+run: it is unfinished until that exists. What decides the course of its losses is its contract; a run is only
+ever continued under the contract it began with. A lock, which the system frees with the process, keeps two
+processes out of one folder.
 """
 
 from __future__ import annotations
@@ -22,14 +23,23 @@ from configs.errors import CheckpointError, ConfigError
 from configs.schema import Config
 from models.files import ensure_writable, read_lines, write_atomic, write_json, write_text
 
-# Of the trainer's settings, those that do not change the course of the losses: how often to look, and at what.
-FREE = ("log_every", "save_every", "keep_checkpoints", "eval_every", "eval_prompts", "eval_new_tokens", "resume")
+# The trainer's settings that do not change the course of the losses: how often to look, and at what.
+FREE = {
+    "log_every",
+    "save_every",
+    "keep_checkpoints",
+    "eval_every",
+    "eval_prompts",
+    "eval_new_tokens",
+    "resume",
+}
 
 
 def contract(config: Config, method: dict[str, Any], rows: str, target: str) -> dict[str, Any]:
     """What a continued run must share with the one it continues, as JSON.
 
-    `method`: name, network and objective, completed. `rows`: digest of the training rows. `target`: its fingerprint.
+    `method`: name, network and objective, completed. `rows`: digest of the training rows. `target`: its
+    fingerprint.
     """
     trainer = {name: value for name, value in asdict(config.trainer).items() if name not in FREE}
     parts = {
@@ -52,8 +62,16 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
 
 @dataclass
 class Run:
+    """A run's folder, ours alone until the end of the `with` block (or of the process)."""
+
     folder: Path
     lock: TextIO
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.close()
 
     @property
     def log(self) -> Path:
@@ -78,7 +96,8 @@ class Run:
 
     def point_best(self) -> None:
         """Points `best` at the checkpoint with the longest held-out acceptance; the earliest of equals."""
-        lengths = {step: found["mean_acceptance_length"] for step, found in self.heldout().items()}
+        # None, where no reply was long enough for a round, is the shortest.
+        lengths = {step: found["mean_acceptance_length"] or 0.0 for step, found in self.heldout().items()}
         kept = [step for step in sorted(lengths) if self.checkpoint(step).is_dir()]
         if kept:
             step = max(kept, key=lambda s: lengths[s])
@@ -92,7 +111,9 @@ class Run:
                 shutil.rmtree(folder)
 
     def rewind(self, step: int) -> None:
-        """Forgets what was logged after `step`: a resumed run logs it again."""
+        """Forgets what was logged after `step`, to be logged again, and what a kill left half-written."""
+        for remains in (self.folder / "checkpoints").glob(".step_*"):
+            shutil.rmtree(remains)
         lines = [line for line in read_lines(self.log) if line["step"] <= step] if self.log.exists() else []
         write_text(self.log, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
 
@@ -101,33 +122,39 @@ class Run:
 
 
 def open_run(config: Config, contract: dict[str, Any]) -> Run:
-    """The run to go on with as `trainer.resume` says, or a new one. The lock is held until the process ends."""
+    """The run to go on with as `trainer.resume` says, or a new one."""
     root = Path(config.runs) / config.experiment
     resume = config.trainer.resume
     if resume not in ("auto", "never"):
         return named(Path(resume), contract)
     if resume == "auto" and root.is_dir():
         for folder in sorted(root.iterdir(), reverse=True):
-            if unfinished(folder) and not differences(read_contract(folder), contract):
-                if (lock := locked(folder)) is not None:
-                    return Run(folder, lock)
+            same = unfinished(folder) and not differences(read_contract(folder), contract)
+            if same and (lock := locked(folder)) is not None:
+                return Run(folder, lock)
     return create(root, config, contract)
 
 
 def named(folder: Path, contract: dict[str, Any]) -> Run:
     """The run in `folder`, which the user named. Raises if it cannot be continued under `contract`."""
     if not (folder / "contract.json").exists():
-        raise ConfigError(f"trainer.resume={folder} is not a run's folder (it has no contract.json). Use auto or never.")
+        raise ConfigError(
+            f"trainer.resume={folder} is not a run's folder (it has no contract.json). Use auto or never."
+        )
     if not unfinished(folder):
-        raise ConfigError(f"trainer.resume={folder}: that run is finished. Use trainer.resume=never for a new run.")
+        raise ConfigError(
+            f"trainer.resume={folder}: that run is finished. Use trainer.resume=never for a new run."
+        )
     if changed := differences(read_contract(folder), contract):
         raise CheckpointError(
-            f"The run {folder} was begun with other settings than these: {', '.join(changed)} differ (see its config.yaml). "
-            "Set them back, or start anew with trainer.resume=never."
+            f"The run {folder} was begun with other settings: {', '.join(changed)} differ (see its "
+            "config.yaml). Set them back, or start anew with trainer.resume=never."
         )
     lock = locked(folder)
     if lock is None:
-        raise CheckpointError(f"The run {folder} is being trained by another process. Wait for it, or stop it.")
+        raise CheckpointError(
+            f"The run {folder} is being trained by another process. Wait for it, or stop it."
+        )
     return Run(folder, lock)
 
 

@@ -10,8 +10,9 @@ from configs.schema import Schedule, TrainerConfig
 def share(step: int, steps: int, trainer: TrainerConfig) -> float:
     """The share of the peak rate at `step` (0, 1, ...) of `steps`.
 
-    A linear warm-up over `warmup_ratio` of the steps, whose first step already moves; then constant, a half cosine, or
-    (wsd) constant with a linear fall over the last `decay_ratio` of the steps, both down to `final_lr_ratio`.
+    A linear warm-up over `warmup_ratio` of the steps, whose first step already moves; then constant, a half
+    cosine, or (wsd) constant with a linear fall over the last `decay_ratio` of the steps, both down to
+    `final_lr_ratio`.
     """
     warmup = round(trainer.warmup_ratio * steps)
     if step < warmup:

@@ -6,7 +6,7 @@ The decoder knows drafters only through `Drafter`. A method `x` proposes in `dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
@@ -44,7 +44,7 @@ class Proposal:
     """
 
     tree: TokenTree
-    q: dict[int, Tensor] | None = None
+    q: Mapping[int, Tensor] | None = None
     seconds: float = 0.0  # spent in the draft's forwards
     forwards: int = 0
 

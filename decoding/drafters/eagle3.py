@@ -9,6 +9,8 @@ even where their tokens were accepted, because true features exist by then.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ class Eagle3Drafter:
     def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
         sampled = self.mode is Mode.sampled and warp.temperature > 0
         tokens: list[int] = []
-        laws: dict[int, Tensor] = {}
+        laws = Laws(self.draft_ids, self.draft.shape.vocab_size)
         seconds = 0.0
         while True:
             started = now(self.draft_ids.device)
@@ -47,7 +49,7 @@ class Eagle3Drafter:
             if sampled:
                 law = warp(logits)
                 index = randomness.draw(law, Key(seen.position, Purpose.propose, len(tokens)))
-                laws[len(tokens)] = self.over_target_ids(law)  # of node i's child, the token drafted at i
+                laws.append(law)
             else:
                 index = int(largest(logits))
             tokens.append(self.target_ids[index])
@@ -75,12 +77,36 @@ class Eagle3Drafter:
         self.state = self.draft(self.state, *row, self.cache.attend)
         return self.draft.logits(self.state)[0, 0]
 
-    def over_target_ids(self, law: Tensor) -> Tensor:
-        """The draft's law [Vd] over the target's vocabulary [V]: zero where the draft has no id."""
-        size = self.draft.shape.vocab_size
-        if len(law) == size:
+
+class Laws(Mapping[int, Tensor]):
+    """The laws that a chain was drawn from; node i has that of its child.
+
+    Kept over the draft's vocabulary [Vd], and given over the target's [V] when read: verification reads only
+    those that it walks past.
+    """
+
+    def __init__(self, draft_ids: Tensor, vocab_size: int) -> None:
+        self.draft_ids = draft_ids
+        self.vocab_size = vocab_size
+        self.laws: list[Tensor] = []
+
+    def append(self, law: Tensor) -> None:
+        self.laws.append(law)
+
+    def __getitem__(self, node: int) -> Tensor:
+        """Zero where the draft has no id."""
+        if not 0 <= node < len(self.laws):
+            raise KeyError(node)
+        law = self.laws[node]
+        if len(law) == self.vocab_size:
             return law
-        return law.new_zeros(size).index_copy_(0, self.draft_ids, law)
+        return law.new_zeros(self.vocab_size).index_copy_(0, self.draft_ids, law)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.laws)))
+
+    def __len__(self) -> int:
+        return len(self.laws)
 
 
 def build(draft: Eagle3, proposal: Mode, eos_ids: frozenset[int]) -> Eagle3Drafter:

@@ -159,33 +159,30 @@ def unverifiable(shape: Eagle3Shape) -> list[str]:
     fields = {name for name, value in shape.rope_parameters.items() if value is not None}
     kind = shape.rope_parameters["rope_type"]
     if kind not in ROPE_KEYS:
-        return [
-            f"its rotary embedding is of type {kind!r}, which the exporter cannot check "
-            f"({', '.join(ROPE_KEYS)} it can)"
-        ]
+        return [f"the exporter can check rotary embeddings of type {', '.join(ROPE_KEYS)}, and not {kind!r}"]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind].split()}
-    return [
-        f"its rotary parameters have {', '.join(extra)}, which the exporter cannot check"
-        for extra in [sorted(fields - known)]
-        if extra
-    ]
+    extra = sorted(fields - known)
+    return (
+        [f"its rotary parameters have {', '.join(extra)}, which the exporter cannot check"] if extra else []
+    )
 
 
 def beyond_sglang(shape: Eagle3Shape) -> list[str]:
-    fields = shape.rope_parameters
-    found = {
-        "SGLang never reads norm_before_residual": shape.norm_before_residual,
-        "SGLang's versions name and wire a second layer differently (additional_layers, layers)": shape.layers
-        > 1,
-        "SGLang rotates the whole head of a Llama draft, not a part of it": fields.get(
-            "partial_rotary_factor", 1.0
-        )
-        != 1.0,
-        "SGLang ignores YaRN's attention_factor": fields.get("attention_factor") is not None,
-        "SGLang skips fc when there is one tap": len(shape.taps) == 1,
-        "SGLang names tapped layers by their outputs, and hidden_states[0] is none": 0 in shape.taps,
-    }
-    return [reason for reason, holds in found.items() if holds]
+    rotated, attention = (
+        shape.rope_parameters.get(key) for key in ("partial_rotary_factor", "attention_factor")
+    )
+    found = [
+        (shape.norm_before_residual, "SGLang never reads norm_before_residual"),
+        (
+            shape.layers > 1,
+            "SGLang's versions name and wire a second layer differently (additional_layers, layers)",
+        ),
+        (rotated not in (None, 1.0), "SGLang rotates the whole head of a Llama draft, not a part of it"),
+        (attention is not None, "SGLang ignores YaRN's attention_factor"),
+        (len(shape.taps) == 1, "SGLang skips fc when there is one tap"),
+        (0 in shape.taps, "SGLang names tapped layers by their outputs, and hidden_states[0] is none"),
+    ]
+    return [reason for holds, reason in found if holds]
 
 
 @torch.no_grad()

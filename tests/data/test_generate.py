@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from configs.errors import TrafficError
-from data.generate import Row, Sampling, Slots, answers, loops, next_group, prefill, row_of
+from data.generate import Row, Sampling, Slots, answers, loops, next_group, prefill, row_of, sampler
 from data.tokens import Prompt
 from models.target import Target
 from tests.conftest import tiny_target
@@ -68,8 +70,9 @@ def test_sampled_replies_depend_on_no_batch_mate_and_on_the_seed(target: Target)
 
 
 def test_first_sampled_tokens_follow_the_law(target: Target) -> None:
-    """4,000 rows of one prompt under 4,000 names, one token each; total variation of 4,000 draws over a few likely
-    ids is about 0.02."""
+    """4,000 rows of one prompt under 4,000 names, one token each; the total variation of so many draws over
+    a few likely ids is about 0.02.
+    """
     ids = PROMPTS[4].ids
     rows = [Prompt(str(i), "c", ids) for i in range(4000)]
     drawn = Counter(reply[0] for reply in replies(target, Sampling(1, temperature=0.7), 500, rows).values())
@@ -78,6 +81,17 @@ def test_first_sampled_tokens_follow_the_law(target: Target) -> None:
     law = torch.softmax(logits[0, -1].double() / 0.7, dim=-1)
     counts = torch.tensor([drawn[id] for id in range(target.vocab_size)], dtype=torch.float64)
     assert 0.5 * (counts / 4000 - law).abs().sum() < 0.05
+
+
+def test_token_without_probability_is_never_drawn() -> None:
+    """u = 0, law (0, 1/2, 1/2): the first id whose cumulated mass is above u, not the first to reach it."""
+
+    class Zero(np.random.Generator):
+        def random(self, *args: Any, **kwargs: Any) -> Any:
+            return 0.0
+
+    row = Row(PROMPTS[0], 1, Zero(np.random.Philox(0)))
+    assert sampler(Sampling(1, temperature=1.0))(torch.tensor([[-torch.inf, 0.0, 0.0]]), [row]) == [1]
 
 
 def test_context_ends_the_reply() -> None:

@@ -1,6 +1,4 @@
-"""Replies from an OpenAI-compatible server: a tiny one that fails first, and what each kind of failure leads
-to.
-"""
+"""Replies from a tiny OpenAI-compatible server, and what each kind of failure leads to."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         pass
 
 
@@ -70,7 +68,7 @@ def fake() -> Iterator[Fake]:
 
 
 def client(fake: Fake, **settings: Any) -> Server:
-    settings = {"server": fake.url, "server_model": "m", "max_new_tokens": 5} | settings
+    settings = {"server": fake.url, "server_model": "m", "max_new_tokens": 5, **settings}
     return Server(RegenerateConfig(**settings), letters(), seed=3, longest_wait=0.0)
 
 
@@ -160,7 +158,7 @@ def test_refused_row(fake: Fake) -> None:
 
 
 def test_concurrently_keeps_few_in_flight_and_yields_all() -> None:
-    """Three at a time can only pass a gate of three; the last of seven passes as its group's only one."""
+    """Seven items, three workers."""
     gate, running, most = threading.Lock(), 0, 0
 
     def work(item: int) -> int:

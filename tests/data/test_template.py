@@ -1,4 +1,4 @@
-"""Which tokens are trained on, with one token per letter: the masks can be checked against the text by eye."""
+"""Which tokens are trained on, with one token per letter: masks can be checked against the text by eye."""
 
 from __future__ import annotations
 
@@ -67,9 +67,7 @@ def test_template_without_an_end_token() -> None:
 
 
 def test_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
-    """Rendered alone the first reply is "ty", once followed it is "y": nothing says which tokens were its
-    own.
-    """
+    """Alone the first reply is "ty", once followed it is "y": nothing tells which tokens it had."""
     with pytest.raises(
         UnstableTemplateError, match=r"letters renders assistant turn 1 .*data\.mask_turns=last"
     ):
@@ -96,9 +94,7 @@ def test_no_second_bos() -> None:
 
 
 def test_token_across_the_start_of_a_reply() -> None:
-    """Serving feeds "a" and the model writes "x"; in the row "ax" is one token, which no model would see
-    there.
-    """
+    """Serving feeds "a" and the model writes "x"; in the row they are one token, which none would see."""
     template = Template(merging_tokenizer(("a", "x")), "merging", frozenset({3}))
     with pytest.raises(Refused, match="a token straddles the start of a reply"):
         template.row(chat("y", "xy"), None, ALL)
@@ -106,9 +102,7 @@ def test_token_across_the_start_of_a_reply() -> None:
 
 
 def test_token_across_the_end_of_a_reply() -> None:
-    """A token of the newline and the next "u" lies behind the end token and does no harm; of "y" and "u", it
-    does.
-    """
+    """A token of the newline and the next "u", behind the end token, does no harm; of "y" and "u" it does."""
     ids, mask = Template(merging_tokenizer(("\n", "u")), "merging", frozenset({3})).row(
         chat("x", "y", "z"), None, ALL
     )
@@ -148,6 +142,15 @@ def test_reply_that_came_as_text() -> None:
     merging = Template(merging_tokenizer(("a", "x")), "merging", frozenset({3}))
     with pytest.raises(Refused, match="a token straddles"):
         merging.reply(chat("y"), None, {"content": "x"}, ended=True)
+
+
+def test_reply_with_tool_calls_is_rendered_by_the_template() -> None:
+    """ "t" stands for the call."""
+    calling = LETTERS.replace("'a' + m.content", "'a' + ('t' if m.tool_calls else '') + m.content")
+    reply = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+    assert letters(calling).reply(chat("x"), None, reply, ended=True) == [ALPHABET.index(c) for c in "te"]
+    with pytest.raises(Refused, match="hides where its tool calls or reasoning begin"):
+        letters(calling.replace("{{ 'a' }}", "{{ 'av' }}")).reply(chat("x"), None, reply, ended=True)
 
 
 def test_fingerprint_follows_the_templates_text() -> None:

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from rich.console import Console
 
@@ -197,8 +196,8 @@ def test_missing_file_is_named() -> None:
 
 
 def test_datasets_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of data files is a `datasets` name that needs no network. Its table has nulls for absent keys."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    """A folder of data files is a `datasets` name without a network; its table has nulls for absent keys."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     write_rows(
         tmp_path / "set" / "train.jsonl", {"messages": [USER], "category": "c"}, {"messages": chat("ho")}
     )

@@ -19,8 +19,8 @@ def rows(*values: float) -> Tensor:
 
 
 def held(cache: KVCache, layer: int = 0) -> list[float]:
-    assert cache.rows[layer].keys is not None
-    return cache.rows[layer].keys[0, 0, : cache.length, 0].tolist()
+    keys, _ = cache.rows[layer].buffers()
+    return keys[0, 0, : cache.length, 0].tolist()
 
 
 def filled(*values: float, capacity: int = 8) -> KVCache:

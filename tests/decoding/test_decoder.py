@@ -13,12 +13,14 @@ from configs.errors import ConfigError, TrafficError
 from configs.schema import DecodeConfig
 from configs.schema import Proposal as Mode
 from decoding.decoder import Decoder, Generation, Params, Round
-from decoding.drafters import Drafter, Proposal, Seen, build_drafter
+from decoding.drafters import Proposal, Seen, build_drafter
 from decoding.drafters.plain import PlainDrafter
+from decoding.randomness import Randomness
+from decoding.warp import Warp
 from models.eagle3 import Eagle3
 from models.target import Target
 from tests.decoding.oracles import Bush, Oracle
-from tests.decoding.tables import ForcedTarget, TableTarget
+from tests.decoding.tables import ForcedTarget, TableTarget, decoder_of
 
 
 def params(**settings: Any) -> Params:
@@ -83,7 +85,7 @@ SCRIPT = [1, 2, *range(10, 30)]
 
 
 def forced(script: list[int] = SCRIPT, eos: int = 0, **settings: Any) -> Generation:
-    return Decoder(ForcedTarget(script, 40, [eos]), Oracle(script)).generate([1, 2], params(**settings))
+    return decoder_of(ForcedTarget(script, 40, [eos]), Oracle(script)).generate([1, 2], params(**settings))
 
 
 def test_length_is_met_exactly_and_drafting_stops_short_of_it() -> None:
@@ -97,7 +99,7 @@ def test_length_is_met_exactly_and_drafting_stops_short_of_it() -> None:
 def test_more_draft_tokens_than_are_left() -> None:
     target = ForcedTarget(SCRIPT, 40)
     drafter = Oracle(SCRIPT)
-    done = Decoder(target, drafter).generate([1, 2], params(draft_tokens=9, max_new_tokens=4))
+    done = decoder_of(target, drafter).generate([1, 2], params(draft_tokens=9, max_new_tokens=4))
     assert done.tokens == [10, 11, 12, 13]
     assert drafter.budgets == [2]
 
@@ -140,7 +142,7 @@ def test_end_inside_a_run_cuts_it(end: int, expected: list[tuple[int, int, int]]
 def test_end_as_what_replaces_a_refused_draft() -> None:
     # 12 is drafted wrongly and the target says 12, the end: drafts behind it were refused with it, and count.
     drafter = Oracle(SCRIPT, wrong=lambda position: position == 4)
-    done = Decoder(ForcedTarget(SCRIPT, 40, [12]), drafter).generate([1, 2], params(draft_tokens=4))
+    done = decoder_of(ForcedTarget(SCRIPT, 40, [12]), drafter).generate([1, 2], params(draft_tokens=4))
     assert done.tokens == [10, 11, 12]
     assert counts(done) == [(4, 1, 2)]
 
@@ -163,28 +165,28 @@ def test_stop_string_cuts_after_the_token_that_completes_it(target: Target) -> N
 
 def test_without_draft_tokens_the_drafter_is_left_alone() -> None:
     class Refuses(PlainDrafter):
-        taps = (1,)  # which a TableTarget could not give
+        taps = (1,)  # which the stand-in could not give
 
-        def propose(self, *args: Any) -> Proposal:
+        def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
             raise AssertionError
 
     target = ForcedTarget(SCRIPT, 40)
-    done = Decoder(target, Refuses()).generate([1, 2], params(draft_tokens=0, max_new_tokens=3))
+    done = decoder_of(target, Refuses()).generate([1, 2], params(draft_tokens=0, max_new_tokens=3))
     assert done.tokens == [10, 11, 12]
 
 
 def test_drafter_sees_everything_committed_once() -> None:
     class Watches(Oracle):
         def begin(self) -> None:
+            super().begin()
             self.seen: list[Seen] = []
 
-        def propose(self, seen: Seen, budget: int, *others: Any) -> Proposal:
+        def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
             self.seen.append(seen)
-            self.budgets.append(budget)
-            return super().propose(seen, budget, *others)
+            return super().propose(seen, budget, warp, randomness)
 
     drafter = Watches(SCRIPT, wrong=lambda position: position == 5)  # drafts 14 instead of 13
-    Decoder(ForcedTarget(SCRIPT, 40), drafter).generate([1, 2], params(draft_tokens=3, max_new_tokens=6))
+    decoder_of(ForcedTarget(SCRIPT, 40), drafter).generate([1, 2], params(draft_tokens=3, max_new_tokens=6))
     assert [(seen.start, seen.tokens.tolist(), seen.pending) for seen in drafter.seen] == [
         (0, [1, 2], 10),
         (2, [10, 11, 12], 13),  # 13 replaced the wrong draft and is pending
@@ -193,7 +195,7 @@ def test_drafter_sees_everything_committed_once() -> None:
 
 def test_tokens_come_as_they_are_made() -> None:
     runs: list[list[int]] = []
-    decoder = Decoder(ForcedTarget(SCRIPT, 40), Oracle(SCRIPT))
+    decoder = decoder_of(ForcedTarget(SCRIPT, 40), Oracle(SCRIPT))
     done = decoder.generate([1, 2], params(draft_tokens=2, max_new_tokens=6), on_tokens=runs.append)
     assert runs == [[10], [11, 12, 13], [14, 15]]
     assert len(done.emitted_at) == len(done.rounds) == 2
@@ -201,7 +203,7 @@ def test_tokens_come_as_they_are_made() -> None:
 
 
 def test_stream_says_what_was_drafted() -> None:
-    decoder = Decoder(ForcedTarget(SCRIPT, 40), Oracle(SCRIPT))
+    decoder = decoder_of(ForcedTarget(SCRIPT, 40), Oracle(SCRIPT))
     tokens = list(decoder.stream([1, 2], params(draft_tokens=2, max_new_tokens=5)))
     assert tokens == [(10, False), (11, True), (12, True), (13, False), (14, False)]
 
@@ -237,7 +239,9 @@ class Flat(TableTarget):
 def sampled(seed: int) -> list[int]:
     drafter = Oracle([0] * 40)
     return (
-        Decoder(Flat(64), drafter).generate([1], params(temperature=1.0, max_new_tokens=30, seed=seed)).tokens
+        decoder_of(Flat(64), drafter)
+        .generate([1], params(temperature=1.0, max_new_tokens=30, seed=seed))
+        .tokens
     )
 
 
@@ -253,9 +257,8 @@ def test_proposal_must_be_the_drafters(target: Target, draft: Eagle3) -> None:
 
 
 def test_empty_prompt_is_refused() -> None:
-    drafter: Drafter = PlainDrafter()
     with pytest.raises(TrafficError, match="no tokens"):
-        Decoder(ForcedTarget(SCRIPT, 40), drafter).generate([], params())
+        decoder_of(ForcedTarget(SCRIPT, 40), PlainDrafter()).generate([], params())
 
 
 @pytest.mark.parametrize(

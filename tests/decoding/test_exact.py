@@ -20,7 +20,8 @@ from configs.schema import DecodeConfig
 from configs.schema import Proposal as Mode
 from decoding.decoder import Params, Session
 from decoding.drafters import Proposal, Seen, build_drafter
-from decoding.randomness import Key, Purpose
+from decoding.drafters.eagle3 import Laws
+from decoding.randomness import Key, Purpose, Randomness
 from decoding.tree import TokenTree
 from decoding.verify import verify
 from decoding.warp import Warp
@@ -77,10 +78,9 @@ def test_law_holds_in_a_round_after_a_bonus(mode: Mode) -> None:
 
 def test_same_deterministic_child_twice_is_harmless() -> None:
     class Twice(TableDrafter):
-        def propose(self, *args: Any) -> Proposal:
-            proposal = super().propose(*args)
-            tokens, parent = proposal.tree.tokens, proposal.tree.parent
-            return Proposal(type(proposal.tree)([*tokens, *tokens[1:2]], [*parent, *parent[1:2]]))
+        def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
+            tree = super().propose(seen, budget, warp, randomness).tree
+            return Proposal(TokenTree([*tree.tokens, tree.tokens[1]], [*tree.parent, 0]))
 
     settings = params(Mode.greedy, draft_tokens=1, length=3, temperature=0.7)
     target, drafter = TableTarget(3), Twice(3, Mode.greedy)
@@ -105,17 +105,22 @@ def test_same_deterministic_child_twice_is_harmless() -> None:
 def test_law_of_a_real_target_under_a_real_draft(
     mode: Mode, draft_tokens: int, length: int, warp: dict[str, Any], vocabulary: list[int]
 ) -> None:
-    settings = params(mode, draft_tokens, length, **warp)
+    assert real_distance(params(mode, draft_tokens, length, **warp), vocabulary) < 1e-12
+
+
+def real_distance(settings: Params, vocabulary: list[int]) -> float:
+    """Total variation from plain decoding; `vocabulary` is the draft's, of the target's four tokens."""
     target = tiny_target(vocab=4, hidden=16, layers=2, heads=2, kv_heads=1, dtype=torch.float64)
     draft = tiny_draft(target, vocabulary=vocabulary).double()
-    drafter = build_drafter(draft, mode, target.eos_ids)
+    drafter = build_drafter(draft, settings.proposal, target.eos_ids)
 
     def logits(prefix: tuple[int, ...]) -> Tensor:
         return target.model(torch.tensor([prefix]), use_cache=False).logits[0, -1]
 
     law = decoded_law(target, drafter, [1, 3], settings)
-    assert total_variation(law, plain_law(logits, [1, 3], length, settings.warp, target.eos_ids)) < 1e-12
+    right = plain_law(logits, [1, 3], settings.max_new_tokens, settings.warp, target.eos_ids)
     assert len(law) > 1 or settings.temperature == 0
+    return total_variation(law, right)
 
 
 # The mistakes. Each changes the real code (or breaks what a drafter must keep) and must be seen.
@@ -242,6 +247,18 @@ def test_mistake_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert distance(settings, **others) < 1e-12
     mutate(monkeypatch)
     assert distance(settings, **others) > 1e-3
+
+
+def test_mistake_in_the_real_drafts_law_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Laws.append
+    monkeypatch.setattr(Laws, "append", lambda self, law: append(self, untempered(law)))
+    assert real_distance(params(Mode.sampled, draft_tokens=1, length=3, temperature=0.7), [0, 1, 3]) > 1e-3
+
+
+def test_key_used_twice_by_the_real_draft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("decoding.drafters.eagle3.Key", positionless)
+    with pytest.raises(AssertionError, match="is used twice"):
+        real_distance(params(Mode.sampled, draft_tokens=1, length=5, temperature=0.7), [0, 1, 3])
 
 
 @pytest.mark.parametrize("where", ["decoding.verify.Key", "tests.decoding.tables.Key"])

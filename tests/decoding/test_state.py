@@ -78,7 +78,8 @@ def test_drafts_rows_after_rounds(target: Target, layers: int) -> None:
     draft = tiny_draft(target, layers=layers)
     drafter = build_drafter(draft, Mode.sampled, target.eos_ids)
     assert isinstance(drafter, Eagle3Drafter)
-    session = Decoder(target, drafter).begin(PROMPT, settings(temperature=1.0), None)
+    # Hot, both laws are nearly flat: most drafts are accepted, some are not.
+    session = Decoder(target, drafter).begin(PROMPT, settings(temperature=20.0), None)
     run = session.run()
     for _ in range(5):
         next(run)
@@ -92,4 +93,5 @@ def test_drafts_rows_after_rounds(target: Target, layers: int) -> None:
         state = draft(draft.fuse(taps), shifted, torch.arange(tokens.shape[1])[None], fresh.attend)
     same_rows(drafter.cache, fresh)
     assert (logits - draft.logits(state)[0, -1]).abs().max() < CLOSE
-    assert any(done.accepted for done in session.generation.rounds)
+    accepted = {done.accepted for done in session.generation.rounds}
+    assert len(accepted) > 1

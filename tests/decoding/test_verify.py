@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from decoding.drafters import Proposal
-from decoding.randomness import Key, Purpose
+from decoding.randomness import Key, Purpose, Seeded
 from decoding.tree import TokenTree
-from decoding.verify import residual, verify, without
+from decoding.verify import follow, residual, verify, without
 
 
 class Scripted:
@@ -129,3 +129,16 @@ def test_exhausted_draft_law_stays_finite() -> None:
     assert left is not None
     assert left.tolist() == [0, 0]
     assert without(None, 1) is None
+
+
+def test_following_certain_laws_is_verifying_them() -> None:
+    # All trees of four nodes over two tokens, under all choices after each node.
+    for parent in ([-1, 0, 1, 2], [-1, 0, 0, 0], [-1, 0, 0, 1], [-1, 0, 1, 1], [-1, 0, 0, 2], [-1, 0, 1, 0]):
+        for bits in range(2**7):
+            tree = TokenTree([0, *(bits >> i & 1 for i in range(3))], parent)
+            choices = [bits >> i & 1 for i in range(3, 7)]
+
+            def law(node: int, choices: list[int] = choices) -> Tensor:
+                return torch.eye(2)[choices[node]]
+
+            assert follow(tree, choices.__getitem__) == verify(Proposal(tree), law, Seeded(0), position=0)

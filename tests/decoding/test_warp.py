@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from configs.errors import ConfigError
-from decoding.warp import NUCLEUS, Warp
+from decoding.warp import NUCLEUS, Warp, largest
 
 LOGITS = torch.tensor([log(4), log(2), log(1), log(3)])  # probabilities .4 .2 .1 .3
 
@@ -27,6 +27,13 @@ def test_temperature() -> None:
 def test_temperature_zero_is_the_largest_and_the_lowest_id_on_ties() -> None:
     assert Warp(0)(torch.tensor([1.0, 3.0, 3.0])).tolist() == [0, 1, 0]
     assert Warp(0)(torch.tensor([[1.0, 3.0], [2.0, 0.0]]).bfloat16()).tolist() == [[0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_largest_of_any_sign(dtype: torch.dtype) -> None:
+    rows = [[-2.0, -1.0, -3.0, -1.0], [0.0, -1.0, 0.0, 0.0], [-5.0, 2.0, 7.0, 7.0], [-0.0, 0.0, -1.0, -2.0]]
+    assert largest(torch.tensor(rows, dtype=dtype)).tolist() == [1, 0, 2, 0]
+    assert [int(largest(torch.tensor(row, dtype=dtype))) for row in rows] == [1, 0, 2, 0]
 
 
 def test_top_k_keeps_ties() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from configs.errors import CheckpointError, StorageError, TrafficError
 from configs.schema import Config, DataConfig, DecodeConfig, Dtype, EvalConfig, MethodConfig, TargetConfig
 from data.tokens import Prompt
-from eval.bench import Bench, Partial, run_key
+from eval.bench import Bench, Partial, run_key, turns
 from eval.generate import generate
 from eval.measure import PARTIAL, evenly, measure
 from models.checkpoint import save_draft
@@ -100,9 +100,11 @@ def test_a_whole_measurement(config: Config) -> None:
     assert not (folder(config) / PARTIAL).exists()
 
 
-def test_runs_alternate_which_way_goes_first(config: Config) -> None:
-    made, _ = run(config)
-    assert [pair["first"] for pair in made["details"]] == ["plain", "draft", "plain", "draft"]
+def test_order_alternates_within_each_category_and_between_repeats() -> None:
+    """a, b, a, b by turns: alternating over all of them would start every a with plain."""
+    prompts = [Prompt(f"{category}{i}", category, [i]) for i in range(2) for category in "ab"]
+    plan = [(repeat, 0.0, prompt) for repeat in range(2) for prompt in prompts]
+    assert turns(plan) == ["plain", "draft", "draft", "plain", "draft", "plain", "plain", "draft"]
 
 
 def test_an_interrupted_run_goes_on(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

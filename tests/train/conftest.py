@@ -1,8 +1,12 @@
-"""Rows that the tiny target wrote itself, and a clean accelerate for every test."""
+"""A tiny target whose text can be learnt, rows that a target wrote itself, and a clean accelerate for every
+test."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from data.tokens import TokenRow
 from models.target import Target
+from tests.conftest import tiny_target
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +25,24 @@ def fresh_accelerate() -> Iterator[None]:
     GradientState._reset_state()
 
 
-def written_rows(target: Target, count: int, prompt: int = 6, reply: int = 24, seed: int = 0) -> list[TokenRow]:
+def counting_target(dtype: torch.dtype = torch.float32) -> Target:
+    """A target that mostly counts in sevens (token i is followed by i + 7 modulo 64), and whose layers
+    disturb it.
+
+    Large embeddings outweigh the random layers, and the head reads token i + 7 where it finds the embedding
+    of i.
+    """
+    target = tiny_target(layers=2, initializer_range=0.2)
+    embedding = target.embedding
+    with torch.no_grad():
+        embedding.mul_(10)
+        target.head.weight[(torch.arange(64) + 7) % 64] = embedding
+    return Target.wrap(target.model.to(dtype), target.tokenizer, name="counting")
+
+
+def written_rows(
+    target: Target, count: int, prompt: int = 6, reply: int = 24, seed: int = 0
+) -> list[TokenRow]:
     """Random prompts of `prompt` tokens and the target's greedy replies of `reply` tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, target.vocab_size, (count, prompt), generator=generator)
@@ -29,3 +51,57 @@ def written_rows(target: Target, count: int, prompt: int = 6, reply: int = 24, s
         assert logits is not None
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
     return [TokenRow(str(i), "tiny", row, [0] * prompt + [1] * reply) for i, row in enumerate(ids.tolist())]
+
+
+def write_workspace(folder: Path) -> list[str]:
+    """The counting target and its prepared traffic on disk; the overrides that train a tiny draft on it, in
+    seconds."""
+    target = counting_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    data = folder / "data"
+    written = written_rows(target, count=40)
+    train, heldout = written[:32], written[32:]
+    write_rows(data / "train.jsonl", [prompt(row) for row in train])
+    write_rows(data / "heldout.jsonl", [prompt(row) for row in heldout])
+    write_rows(data / "replies.jsonl", [prompt(row) | reply(row) for row in train])
+    return [
+        "+experiment=smollm2_cpu",
+        f"runs={folder / 'runs'}",
+        f"target.name={folder / 'target'}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        f"data.folder={data}",
+        "data.max_prompt_tokens=16",
+        "regenerate.max_new_tokens=24",
+        "data.max_length=64",
+        "method.network.draft_vocab_size=60",
+        "method.objective.steps=3",
+        "trainer.batch_tokens=128",  # four rows of 30 tokens: 8 micro-batches an epoch
+        "trainer.epochs=2",
+        "trainer.lr=1e-2",
+        "trainer.log_every=1",
+        "trainer.save_every=4",
+        "trainer.eval_every=6",
+        "trainer.eval_prompts=3",
+        "trainer.eval_new_tokens=8",
+        "decode.draft_tokens=3",
+    ]
+
+
+def prompt(row: TokenRow) -> dict[str, Any]:
+    return {"id": row.id, "category": row.category, "messages": [], "prompt_ids": row.input_ids[:6]}
+
+
+def reply(row: TokenRow) -> dict[str, Any]:
+    return {"reply_ids": row.input_ids[6:], "finish": "length", "looped": False}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def overrides(tmp_path: Path) -> list[str]:
+    return write_workspace(tmp_path)

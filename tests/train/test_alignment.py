@@ -1,4 +1,5 @@
-"""Index probes: tokens are the letters a to h, features and target rows the digits 0 to 7, so a view tells its cut."""
+"""Index probes: tokens are the letters a to h, features and target rows the digits 0 to 7, so a view tells
+its cut."""
 
 from __future__ import annotations
 
@@ -49,7 +50,13 @@ def test_every_view_is_cut_where_the_table_says(method: str, step: int) -> None:
     aligned = align(TABLE[method](step), ROWS, MASK, features=ROWS, target=ROWS)
 
     tokens = [letters(view) for view in aligned.tokens]
-    views = digits(aligned.features), tokens, digits(aligned.target), letters(aligned.labels), digits(aligned.mask)
+    views = (
+        digits(aligned.features),
+        tokens,
+        digits(aligned.target),
+        letters(aligned.labels),
+        digits(aligned.mask),
+    )
     assert (aligned.start, *views) == PROBES[method, step]
     assert aligned.rows == aligned.labels.shape[1]
 

@@ -1,4 +1,5 @@
-"""The EAGLE-3 objective on the tiny target: what is supervised, how rows attend, and what the loss does not depend on."""
+"""The EAGLE-3 objective on the tiny target: what is supervised, how rows attend, and what the loss does not
+depend on."""
 
 from __future__ import annotations
 
@@ -51,10 +52,13 @@ class Rowwise(nn.Module):
         return self.draft.logits(state)
 
 
-# 10 tokens, of which t_5 .. t_9 are the reply. Row j predicts t_{j+2+i} at step i, so rows with a part in the loss are
-# step 0: 3 .. 7, step 1: 2 .. 6, step 2: 1 .. 5. Row 4 is the first that decoding drafts from: it holds t_5, pending.
+# 10 tokens, of which t_5 .. t_9 are the reply. Row j predicts t_{j+2+i} at step i, so rows with a part in the
+# loss are step 0: 3 .. 7, step 1: 2 .. 6, step 2: 1 .. 5. Row 4 is the first that decoding drafts from: it
+# holds t_5, pending.
 @pytest.mark.parametrize(("steps", "first"), [(1, 3), (2, 2), (3, 1)])
-def test_gradient_reaches_the_reply_s_first_draft_and_not_the_prompt_s_interior(steps: int, first: int) -> None:
+def test_gradient_reaches_the_reply_s_first_draft_and_not_the_prompt_s_interior(
+    steps: int, first: int
+) -> None:
     target = tiny_target()
     rowwise = Rowwise(tiny_draft(target))
     objective = objective_of(target, rowwise, steps=steps)  # pyright: ignore[reportArgumentType]
@@ -74,11 +78,14 @@ def test_positions_that_the_sequence_s_start_takes_away_are_not_counted() -> Non
     objective = objective_of(target, steps=3)
 
     # All of t_1 .. t_6 are the reply: step i can predict t_{2+i} and later.
-    assert objective.positions(batch_of(target, [row([3, 4, 5, 6, 7, 8, 9], prompt=1)], objective)).tolist() == [5, 4, 3]
+    assert objective.positions(
+        batch_of(target, [row([3, 4, 5, 6, 7, 8, 9], prompt=1)], objective)
+    ).tolist() == [5, 4, 3]
 
 
 def sequential(draft: Eagle3, batch: Batch, steps: int) -> Tensor:
-    """[T - 1 - steps, steps, d]: row j's states as decoding computes them, one sequence for each row, with a K/V cache."""
+    """[T - 1 - steps, steps, d]: row j's states as decoding computes them, one sequence for each row, with a
+    K/V cache."""
     tokens, g = batch.tokens, draft.fuse(batch.taps)
     found = []
     for j in range(tokens.shape[1] - 1 - steps):
@@ -118,7 +125,9 @@ def padded(batch: Batch, columns: int) -> Batch:
     """The batch with more padding, whose features are far from zero."""
 
     def wider(values: Tensor, fill: float) -> Tensor:
-        return torch.cat([values, torch.full((len(values), columns, *values.shape[2:]), fill, dtype=values.dtype)], 1)
+        return torch.cat(
+            [values, torch.full((len(values), columns, *values.shape[2:]), fill, dtype=values.dtype)], 1
+        )
 
     return dataclasses.replace(
         batch,
@@ -143,7 +152,11 @@ def gradients(objective: Eagle3Objective, batches: list[Batch]) -> tuple[float, 
 def test_loss_and_gradients_do_not_depend_on_padding_or_on_how_rows_are_batched() -> None:
     target = tiny_target()
     objective = objective_of(target, steps=3, chunk=5)
-    rows = [row(list(range(5, 21)), prompt=6), row([9, 8, 7, 6, 5, 4, 3], prompt=3), row([30, 31, 32, 33, 34], prompt=1)]
+    rows = [
+        row(list(range(5, 21)), prompt=6),
+        row([9, 8, 7, 6, 5, 4, 3], prompt=3),
+        row([30, 31, 32, 33, 34], prompt=1),
+    ]
     together = batch_of(target, rows, objective)
     loss, grads = gradients(objective, [together])
     assert loss > 0 and all(grad.abs().max() > 0 for grad in grads)
@@ -161,7 +174,9 @@ def straightforward(objective: Eagle3Objective, target: Target, tokens: list[int
     ids = torch.tensor([tokens])
     out = target.forward(ids, taps=objective.taps)
     assert out.logits is not None and out.taps is not None
-    batch = collate([TokenRow("", "", tokens, mask)], compute(target, [TokenRow("", "", tokens, mask)], objective.taps))
+    batch = collate(
+        [TokenRow("", "", tokens, mask)], compute(target, [TokenRow("", "", tokens, mask)], objective.taps)
+    )
     p = out.logits[0].softmax(-1)[:, draft.draft_ids]
     if settings.draft_mass == "renormalise":
         p = p / p.sum(-1, keepdim=True)
@@ -183,7 +198,19 @@ def test_loss_and_gradients_are_the_definition_s(draft_mass: str, vocabulary: li
     draft = tiny_draft(target, vocabulary=vocabulary)
     objective = objective_of(target, draft, steps=3, step_decay=0.5, draft_mass=draft_mass, chunk=4)
     tokens = [5, 60, 7, 8, 33, 10, 11, 12, 13, 14, 2]
-    mask = [0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]  # two replies: the first so early that later steps cannot reach it
+    mask = [
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+    ]  # two replies: the first so early that later steps cannot reach it
     expected = straightforward(objective, target, tokens, mask)
     wanted = torch.autograd.grad(expected, list(draft.parameters()))
 
@@ -211,7 +238,7 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_misses() -> None:
 
     # 24 reply tokens, all with an m_{j+2}; step 1 needs m_{j+2} and m_{j+3}: one row less of each sequence.
     assert counted.tolist() == [4 * 24, 4 * 23]
-    assert 0 < hopeless and correct[0] <= 4 * 24 - hopeless
+    assert hopeless > 0 and correct[0] <= 4 * 24 - hopeless
     assert 0 < alpha[0] <= mass.sum() and mass.max() < 1.0001
 
 
@@ -222,13 +249,16 @@ def test_accuracy_is_joint_over_the_steps() -> None:
     metrics = objective(batch, objective.positions(batch)).metrics
     matches = objective.matches(objective.draft, batch, steps=3)
 
-    # On the target's own greedy text its argmax is the next token, so `matches` must count the same, row by row. A row
-    # counts only if all steps up to this one are supervised there: j >= 4 where the prompt has 6 tokens.
+    # On the target's own greedy text its argmax is the next token, so `matches` must count the same, row by
+    # row. A row counts only if all steps up to this one are supervised there: j >= 4 where the prompt has 6
+    # tokens.
     assert matches[:, 4:].sum((0, 1)).tolist() == metrics["accuracy"][0].tolist()
     assert (matches[..., 1:] <= matches[..., :-1]).all()
 
 
-@pytest.mark.parametrize("settings", [{"steps": 0}, {"chunk": 0}, {"draft_mass": "drop"}, {"step_decay": 0.0}])
+@pytest.mark.parametrize(
+    "settings", [{"steps": 0}, {"chunk": 0}, {"draft_mass": "drop"}, {"step_decay": 0.0}]
+)
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"method.objective.*{next(iter(settings))}"):
         ObjectiveConfig(**settings)

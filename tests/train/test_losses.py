@@ -28,7 +28,8 @@ def test_literal_value_renormalised() -> None:
 
 
 def test_forward_kl_of_the_reference_example() -> None:
-    # p = (.7 .2 .1), q = (.5 .3 .2): cross-entropy minus p's entropy is .7 ln 1.4 + .2 ln(2/3) + .1 ln .5 = .0851
+    # p = (.7 .2 .1), q = (.5 .3 .2): cross-entropy minus p's entropy is .7 ln 1.4 + .2 ln(2/3) + .1 ln .5 =
+    # .0851
     p = torch.tensor([[0.7, 0.2, 0.1]])
     entropy = -sum(x * math.log(x) for x in (0.7, 0.2, 0.1))
 

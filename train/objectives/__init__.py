@@ -18,19 +18,21 @@ from train.batches import Batch
 @dataclass
 class Loss:
     value: Tensor  # float32 scalar, already divided by the valid positions of the whole optimiser step
-    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # name -> sum and count, each [terms]
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )  # name -> sum and count, each [terms]
 
 
 class Objective(nn.Module, ABC):
     """A draft and its loss. The loss has terms (steps, heads), each averaged over its own valid positions."""
 
-    draft: nn.Module
+    draft: Any  # this method's network, an nn.Module
     taps: tuple[int, ...]  # the target layers it needs, as HF `hidden_states` indices
     first_label: int  # the earliest token of a row that it can be taught to predict
 
     @abstractmethod
     def positions(self, batch: Batch) -> Tensor:
-        """Valid positions of each term in `batch`: int64 [terms]. The loop sums them over an optimiser step."""
+        """Valid positions of each term in `batch`: int64 [terms]. The loop adds up an optimiser step's."""
 
     @abstractmethod
     def forward(self, batch: Batch, positions: Tensor) -> Loss:
@@ -40,9 +42,9 @@ class Objective(nn.Module, ABC):
     def matches(self, draft: nn.Module, batch: Batch, steps: int) -> Tensor:
         """Teacher-forced drafts of `draft` (this method's network) against the batch's own tokens.
 
-        bool [B, T, steps]: [b, j, i] is whether the i-th token drafted from row j is the row's own token there, with
-        all drafts of row j before it right too. Decoding walks these (train/acceptance.py). False where the mask of
-        that token is 0.
+        bool [B, T, steps]: [b, j, i] is whether the i-th token drafted from row j is the row's own token
+        there, with all drafts of row j before it right too. Decoding walks these (train/acceptance.py). False
+        where the mask of that token is 0.
         """
 
     @abstractmethod

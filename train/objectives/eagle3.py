@@ -1,15 +1,18 @@
 """EAGLE-3's objective: training-time test (Li et al., NeurIPS 2025; research notation in train/alignment.py).
 
-The draft is unrolled for `steps` steps over ground-truth tokens. Step 0 reads the target's fused taps, each later step
-its own previous output at the same row, so that it learns from the states it will meet when it drafts. At step i, row j
-attends to the step-0 keys of rows <= j and to its own row's keys of steps 1..i, exactly what its K/V cache would hold.
+The draft is unrolled for `steps` steps over ground-truth tokens. Step 0 reads the target's fused taps, each
+later step its own previous output at the same row, so that it learns from the states it will meet when it
+drafts. At step i, row j attends to the step-0 keys of rows <= j and to its own row's keys of steps 1..i,
+exactly what its K/V cache would hold.
 
-Loss: soft cross-entropy against the target's law over the full vocabulary, restricted to the draft vocabulary; float32
-whatever the autocast; averaged over valid positions, never over padding. Differences from the reference code, which
-averages over all rows and drops rows whose argmax lies outside the draft vocabulary, are on purpose.
+Loss: soft cross-entropy against the target's law over the full vocabulary, restricted to the draft
+vocabulary; float32 whatever the autocast; averaged over valid positions, never over padding. Differences from
+the reference code, which averages over all rows and drops rows whose argmax lies outside the draft
+vocabulary, are on purpose.
 
-Prompts are long and replies short, so only what the loss can see is computed: steps >= 1 run on the rows that some
-step supervises, the heads on the supervised rows only, and the target's head on its draft-vocabulary rows only.
+Prompts are long and replies short, so only what the loss can see is computed: steps >= 1 run on the rows that
+some step supervises, the heads on the supervised rows only, and the target's head on its draft-vocabulary
+rows only.
 """
 
 from __future__ import annotations
@@ -37,15 +40,17 @@ from train.objectives import Loss, Objective
 class ObjectiveConfig:
     steps: int = 7  # training-time-test steps; the paper has 5, its code 7
     step_decay: float = 0.8  # step i weighs step_decay**i; weights are normalised to sum 1
-    draft_mass: str = "keep"  # keep: the target's mass inside the draft vocabulary as it is; renormalise: divided by it
-    chunk: int = 128  # target rows whose logits, of all steps, exist at one time
+    draft_mass: str = "keep"  # of the target in the draft vocabulary; renormalise divides the law by it
+    chunk: int = 256  # target rows whose logits, of all steps, exist at one time
 
     def __post_init__(self) -> None:
         where = "method.objective"
         if self.steps < 1 or self.chunk < 1:
             raise ConfigError(f"{where}: steps={self.steps} and chunk={self.chunk} must be at least 1.")
         if self.step_decay <= 0:
-            raise ConfigError(f"{where}.step_decay={self.step_decay} must be positive; 1 weighs all steps alike.")
+            raise ConfigError(
+                f"{where}.step_decay={self.step_decay} must be positive; 1 weighs all steps alike."
+            )
         if self.draft_mass not in ("keep", "renormalise"):
             raise ConfigError(f"{where}.draft_mass={self.draft_mass!r} is unknown: set keep or renormalise.")
 
@@ -53,9 +58,9 @@ class ObjectiveConfig:
 class UnrolledAttention:
     """How an unrolled draft attends, given to the network as `attend`.
 
-    Step 0 is plain causal attention over all rows of the sequence; padding, on the right, is after every real row. In
-    later steps the queries are a selection of rows, and each sees the step-0 keys of rows up to its own and its own
-    keys of steps 1..i.
+    Step 0 is plain causal attention over all rows of the sequence; padding, on the right, is after every real
+    row. In later steps the queries are a selection of rows, and each sees the step-0 keys of rows up to its
+    own and its own keys of steps 1..i.
     """
 
     def __init__(self) -> None:
@@ -78,16 +83,15 @@ class UnrolledAttention:
             self._bias = q.new_zeros(self._allowed.shape).masked_fill_(~self._allowed, float("-inf"))
         own = self._own.setdefault(layer, [])
         own.append((k, v))
-        with torch.autocast(q.device.type, enabled=False):  # it would widen the softmax, the largest tensor here
+        # Autocast would widen the scores, by far the largest tensors here, to float32.
+        with torch.autocast(q.device.type, enabled=False):
             return attend_to_both(q, *self._context[layer], own, self._bias)
 
 
-def attend_to_both(
-    q: Tensor, k: Tensor, v: Tensor, own: list[tuple[Tensor, Tensor]], bias: Tensor
-) -> Tensor:
-    """Softmax attention of q [B, H, R, hd] over the context k, v [B, Hkv, T, hd] and each row's own keys and values.
+def attend_to_both(q: Tensor, k: Tensor, v: Tensor, own: list[tuple[Tensor, Tensor]], bias: Tensor) -> Tensor:
+    """Attention of q [B, H, R, hd] over a context k, v [B, Hkv, T, hd] and over each row's own keys.
 
-    own: one pair [B, Hkv, R, hd] for each of the steps 1..i. bias [B, 1, 1, R, T] is added to the context's scores.
+    own: one pair [B, Hkv, R, hd] for each of the steps 1..i. bias [B, 1, 1, R, T]: added to context scores.
     """
     b, heads, rows, size = q.shape
     q = q.view(b, k.shape[1], -1, rows, size) * size**-0.5  # [B, Hkv, G, R, hd]: G query heads share a key
@@ -117,14 +121,15 @@ class Unrolled:
 
 
 def unroll(draft: Eagle3, batch: Batch, steps: int) -> Unrolled:
-    """Runs `draft` for `steps` steps over `batch` (train/alignment.py's eagle3 rows; RoPE position of row j: j + i)."""
+    """Runs `draft` for `steps` steps over `batch`. The RoPE position of row j at step i is j + i."""
     # Padded so that every step has all rows of step 0; what is beyond a sequence's end has mask 0.
     tokens, mask = F.pad(batch.tokens, (0, steps)), F.pad(batch.mask, (0, steps))
     teacher = F.pad(batch.teacher, (0, steps), value=-1)
-    aligned = [align(TABLE["eagle3"](i), tokens, mask, features=batch.taps, target=teacher) for i in range(steps)]
-    length = aligned[0].rows - steps  # the last row whose step-0 label is inside the batch, plus one
-    supervised = torch.stack([step.mask[:, :length] for step in aligned])  # (steps, B, length)
-    rows = selection(supervised.any(0))
+    aligned = [
+        align(TABLE["eagle3"](i), tokens, mask, features=batch.taps, target=teacher) for i in range(steps)
+    ]
+    length = aligned[0].rows - steps  # rows whose step-0 label is inside the batch
+    rows = selection(torch.stack([step.mask[:, :length] for step in aligned]).any(0))
 
     attend = UnrolledAttention()
     taps = aligned[0].features
@@ -139,7 +144,8 @@ def unroll(draft: Eagle3, batch: Batch, steps: int) -> Unrolled:
         if i > 0:
             state = draft(state, step.tokens[0].gather(1, rows), rows + i, attend)
         assert step.target is not None
-        done.append(Step(state, step.mask.gather(1, rows), step.target.gather(1, rows), step.labels.gather(1, rows)))
+        of_rows = (values.gather(1, rows) for values in (step.mask, step.target, step.labels))
+        done.append(Step(state, *of_rows))
     return Unrolled(rows, done)
 
 
@@ -154,6 +160,8 @@ def selection(needed: Tensor) -> Tensor:
 
 class Eagle3Objective(Objective):
     """Training-time test for an `Eagle3` draft of `target`."""
+
+    draft: Eagle3
 
     def __init__(self, draft: Eagle3, target: Target, settings: ObjectiveConfig, coverage: float) -> None:
         super().__init__()
@@ -182,7 +190,7 @@ class Eagle3Objective(Objective):
         return Loss(value / positions[0].clamp(min=1), head.metrics())
 
     def matches(self, draft: nn.Module, batch: Batch, steps: int) -> Tensor:
-        draft = cast(Eagle3, draft)
+        assert isinstance(draft, Eagle3)
         unrolled = unroll(draft, batch, steps)
         found = torch.zeros(*batch.tokens.shape, steps, dtype=torch.bool, device=batch.tokens.device)
         right = torch.ones_like(unrolled.rows, dtype=torch.bool)
@@ -193,9 +201,9 @@ class Eagle3Objective(Objective):
         return found
 
     def law(self, hidden: Tensor, lse: Tensor) -> Tensor:
-        """The target's probabilities of the draft vocabulary, [n, Vd] float32; they sum to the mass it has there.
+        """The target's probabilities of the draft vocabulary, [n, Vd] float32; their sum is its mass there.
 
-        Computed in the target's own dtype, as `lse` was, whatever the autocast: else the two would not fit together.
+        In the target's own dtype, as `lse` was, whatever the autocast: else the two would not fit together.
         """
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(hidden, self.teacher_weight, self.teacher_bias)
@@ -214,11 +222,13 @@ def teacher_head(target: Target, ids: Tensor) -> tuple[Tensor, Tensor | None]:
 class Head:
     """Head, loss and metrics of all steps, a chunk of target rows at a time.
 
-    Target row n teaches one row of each step, so its law is computed once for all of them. A row that the start of its
-    sequence leaves without a pupil at a later step has weight 0 there.
+    Target row n teaches one row of each step, so its law is computed once for all of them. A row that the
+    start of its sequence leaves without a pupil at a later step has weight 0 there.
     """
 
-    def __init__(self, objective: Eagle3Objective, batch: Batch, steps: list[Step], positions: Tensor) -> None:
+    def __init__(
+        self, objective: Eagle3Objective, batch: Batch, steps: list[Step], positions: Tensor
+    ) -> None:
         self._objective = objective
         self._batch = batch
         self._steps = steps
@@ -259,7 +269,7 @@ class Head:
         return (self._loss * self._weights).sum(), by_states, by_parameters
 
     def _score(self, rows: slice, logits: Tensor) -> Tensor:
-        """Notes loss and metrics of the target rows `rows`; returns the weighted loss' gradient by `logits` [S, n, Vd]."""
+        """Notes loss and metrics of target rows; returns the weighted gradient by `logits` [S, n, Vd]."""
         p = taught = self._objective.law(self._batch.hidden[rows], self._batch.lse[rows])
         if self._objective.settings.draft_mass == "renormalise":
             taught = p / p.sum(-1, keepdim=True)
@@ -270,10 +280,10 @@ class Head:
         return found.gradient(taught, self._weights[:, rows])
 
     def metrics(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """loss and alpha = sum_v min(p, q) of each step; accuracy: all drafts up to this step are the target's argmax.
+        """Of each step: loss, alpha = sum_v min(p, q), accuracy: all drafts so far are the target's argmax.
 
-        The argmax is the full vocabulary's, so one outside the draft vocabulary is a miss. Rows count towards the
-        accuracy of step i if all steps up to i supervise them: these are the rounds that a decoder could start there.
+        The argmax is the full vocabulary's, so one outside the draft vocabulary is a miss. A row counts for
+        the accuracy of step i if all steps up to i supervise it.
         """
         counts = self._valid.sum(1)
         joint, counted = [], []
@@ -299,7 +309,8 @@ def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 def build(
     network: NetworkConfig, settings: ObjectiveConfig, target: Target, rows: Sequence[TokenRow], seed: int
 ) -> Eagle3Objective:
-    """A new draft for `target` with its vocabulary chosen from the trained-on tokens of `rows`, and its objective."""
+    """A new draft for `target` with its vocabulary chosen from the trained-on tokens of `rows`, and its
+    objective."""
     draft = Eagle3.build(network, target)
     size = network.draft_vocab_size or target.vocab_size
     ids, coverage = choose_draft_vocabulary(rows, size, target.vocab_size, always=target.eos_ids)
