@@ -29,6 +29,7 @@ from data.tokens import Prompt
 from decoding.warp import Warp, largest
 from models.target import Target
 
+GRAIN = 16  # prompts are padded to multiples of it, so that kernels prepared per shape are met again
 GROWTH = 128  # positions by which the buffers grow
 PREFILL_TOKENS = 8192  # padded tokens of one prefill, which bounds its memory
 
@@ -137,7 +138,7 @@ def prefill(target: Target, prompts: list[list[int]]) -> tuple[Tensor, DynamicCa
 
     Padding after the end is seen by no real token under causal attention; `Slots` never looks at it.
     """
-    longest = max(len(ids) for ids in prompts)
+    longest = -(-max(len(ids) for ids in prompts) // GRAIN) * GRAIN
     padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=target.device)
     cache = DynamicCache(config=target.model.config)
     positions = torch.arange(longest, device=target.device).expand(len(prompts), -1)

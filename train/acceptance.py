@@ -99,7 +99,7 @@ def estimate(
             walks.append((0, 0))
             continue
         batch = Online(target, [row], objective.taps).batch([0]).to(target.device)
-        matches = objective.matches(draft, batch, params.draft_tokens)[0].cpu()
+        matches = objective.matches(draft, batch, params.draft_tokens)[0, :length].cpu()  # without padding
         walks.append(walk(matches, first, params.max_new_tokens))
         # A round can start at row first - 1 at the earliest, and draft i needs a token to be compared with.
         hits += matches[first - 1 :].sum(0)

@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import nn
 
-from configs.errors import CheckpointError
+from configs.errors import CheckpointError, StorageError
 from models.files import write_folder, write_json
 
 STATE = "state.json"
@@ -57,7 +57,14 @@ def save(folder: Path, accelerator: Accelerator, state: State) -> None:
     """Writes everything that a run needs to go on, whole or not at all. Raises `StorageError`."""
 
     def write(temporary: Path) -> None:
-        accelerator.save_state(str(temporary))
+        try:
+            accelerator.save_state(str(temporary))
+        except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
+            reason = " ".join(str(error).split())[:300]
+            raise StorageError(
+                f"The checkpoint {folder} cannot be written: {reason}. Free some space, or choose another folder "
+                "with runs=..., and run again: it goes on from the checkpoint before."
+            ) from error
         write_json(temporary / STATE, asdict(state) | {"random": random_digest()})
 
     write_folder(folder, write)

@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
@@ -32,7 +33,7 @@ from configs.errors import StorageError, TargetError
 from data.tokens import TokenRow
 from models.files import ensure_writable, write_json, write_tensors
 from models.target import Target
-from train.batches import Batch, RowFeatures, collate, pack
+from train.batches import GRAIN, Batch, RowFeatures, collate, pack, rounded
 
 VERSION = 1  # of the files; raise it when the same inputs give other contents
 SHARD_BYTES = 256 << 20  # written at a time, so lost at most when a run is killed
@@ -165,11 +166,11 @@ def write(
         for i in missing:
             chosen = [rows[n] for n in shards[i]]
             features: dict[int, RowFeatures] = {}
-            sizes = [len(row.input_ids) for row in chosen]
+            sizes = [rounded(len(row.input_ids)) for row in chosen]
             for batch in pack(sizes, sorted(range(len(chosen)), key=sizes.__getitem__), tokens):
                 computed = compute(target, [chosen[b] for b in batch], taps)
                 features.update(zip(batch, computed, strict=True))
-                progress.advance(task, sum(sizes[b] for b in batch))
+                progress.advance(task, sum(len(chosen[b].input_ids) for b in batch))
             ordered = [features[b] for b in range(len(chosen))]
             bad += sum(not finite(f) for f in ordered)
             refuse_many(bad, len(rows), target)
@@ -180,7 +181,7 @@ def write(
 @torch.no_grad()
 def compute(target: Target, rows: Sequence[TokenRow], taps: tuple[int, ...]) -> list[RowFeatures]:
     """One forward of the target over `rows`, padded on the right, where causal attention never looks."""
-    ids = torch.zeros(len(rows), max(len(row.input_ids) for row in rows), dtype=torch.int64)
+    ids = torch.zeros(len(rows), rounded(max(len(row.input_ids) for row in rows)), dtype=torch.int64)
     for b, row in enumerate(rows):
         ids[b, : len(row.input_ids)] = torch.tensor(row.input_ids)
     out = target.forward(ids.to(target.device), taps=taps, logits=False)
@@ -196,10 +197,12 @@ def compute(target: Target, rows: Sequence[TokenRow], taps: tuple[int, ...]) -> 
 
 def summarise(target: Target, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Log-sum-exp (float32 [n]) and argmax (int64 [n]) of the full-vocabulary logits of `hidden` [n, d]."""
-    chunks = hidden.split(max(1, LOGIT_ELEMENTS // target.vocab_size))
+    n = len(hidden)
+    padded = F.pad(hidden, (0, 0, 0, rounded(n) - n))  # few shapes, as in train/batches.py
+    chunks = padded.split(max(1, LOGIT_ELEMENTS // target.vocab_size // GRAIN) * GRAIN)
     logits = (target.lm_head(chunk) for chunk in chunks)
     found = [(chunk.float().logsumexp(-1), chunk.argmax(-1)) for chunk in logits]
-    return torch.cat([lse for lse, _ in found]), torch.cat([argmax for _, argmax in found])
+    return torch.cat([lse for lse, _ in found])[:n], torch.cat([argmax for _, argmax in found])[:n]
 
 
 def taught_rows(row: TokenRow) -> Tensor:

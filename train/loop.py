@@ -27,7 +27,7 @@ from configs.schema import Config, Dtype, TrainerConfig
 from data.tokens import Prompt, TokenRow
 from models.target import Target
 from train import acceptance, checkpoint
-from train.batches import Batch, Plan
+from train.batches import Batch, Plan, rounded
 from train.checkpoint import State, Window
 from train.features import Features
 from train.loggers import duration, open_loggers
@@ -66,7 +66,7 @@ class Training:
                 "No row has a token that a draft could learn to predict: replies need two tokens or more."
             )
         self.plan = Plan(
-            [len(rows[n].input_ids) for n in self.rows],
+            [rounded(len(rows[n].input_ids)) for n in self.rows],
             tokens=self.trainer.batch_tokens,
             accumulation=self.trainer.accumulation,
             epochs=self.trainer.epochs,
@@ -119,7 +119,7 @@ class Training:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.trainer.clip_norm)
         norm = math.nan if norm is None else float(norm)
         self.refuse_divergence(value, norm)
-        self.rate = self.scheduler.get_last_lr()[0]  # this step's; the scheduler's step makes it the next one's
+        self.rate = self.scheduler.get_last_lr()[0]  # this step's, until the scheduler steps
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()

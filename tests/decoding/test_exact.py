@@ -23,7 +23,7 @@ from decoding.drafters import Proposal, Seen, build_drafter
 from decoding.drafters.eagle3 import Laws
 from decoding.randomness import Key, Purpose, Randomness
 from decoding.tree import TokenTree
-from decoding.verify import verify
+from decoding.verify import residual, verify
 from decoding.warp import Warp
 from tests.conftest import tiny_draft, tiny_target
 from tests.decoding.replay import decoded_law, plain_law, total_variation
@@ -218,6 +218,11 @@ UPDATES_NOTHING = patched(decoding.verify, "residual", lambda p, q, token: p)
 MISTAKES: dict[str, tuple[Mutation, Mode, dict[str, Any]]] = {
     "resampled from p": (UPDATES_NOTHING, Mode.sampled, {}),
     "resampled from p, greedy": (UPDATES_NOTHING, Mode.greedy, {}),
+    "residual of the unwarped law": (
+        patched(decoding.verify, "residual", lambda p, q, token: residual(untempered(p), q, token)),
+        Mode.sampled,
+        {},
+    ),
     "untempered bonus": (with_law(untempered_bonus), Mode.sampled, {}),
     "target unwarped when accepting": (with_law(untempered_target_when_accepting), Mode.sampled, {}),
     "draft law reported unwarped": (with_proposal(untempered_draft_law), Mode.sampled, {}),

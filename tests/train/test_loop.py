@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 
 from configs.compose import compose
-from configs.errors import CheckpointError, ConfigError
+from configs.errors import CheckpointError, ConfigError, StorageError
 from models import load_draft
 from models.target import Target
 from train import loggers
@@ -221,6 +222,24 @@ def test_a_damaged_checkpoint_is_named(overrides: list[str], monkeypatch: pytest
     os.rename(weights.parent, weights.parents[2] / "aside")
     _, printed = train(overrides, *FEW)
     assert "going on from step 2 of 5" in printed
+
+
+def test_a_full_disk_keeps_the_checkpoints_before(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, saved = Accelerator.save_state, []
+
+    def save_state(self: Accelerator, folder: str) -> None:
+        original(self, folder)
+        saved.append(folder)
+        if len(saved) == 2:
+            raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
+
+    monkeypatch.setattr(Accelerator, "save_state", save_state)
+    with pytest.raises(StorageError, match="step_000004 cannot be written.*Free some space"):
+        train(overrides, *FEW)
+
+    assert [path.name for path in (only_run(overrides) / "checkpoints").iterdir()] == ["step_000002"]
 
 
 def test_random_states_that_do_not_come_back_are_noticed(

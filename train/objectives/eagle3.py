@@ -31,7 +31,7 @@ from data.vocabulary import choose_draft_vocabulary
 from models.eagle3 import Eagle3, NetworkConfig
 from models.target import Target
 from train.alignment import TABLE, align
-from train.batches import Batch
+from train.batches import GRAIN, Batch, rounded
 from train.losses import ChunkedLoss, soft_cross_entropy
 from train.objectives import Loss, Objective
 
@@ -152,9 +152,10 @@ def unroll(draft: Eagle3, batch: Batch, steps: int) -> Unrolled:
 def selection(needed: Tensor) -> Tensor:
     """The rows j where `needed` [B, T] is True, ascending, [B, R] with R the most of any sequence.
 
-    Shorter sequences are filled up with rows that are not needed, never with the same row twice.
+    Shorter sequences are filled up with rows that are not needed, never with the same row twice; so is the
+    longest, to a multiple of half a grain.
     """
-    most = int(needed.sum(1).max())
+    most = min(needed.shape[1], rounded(int(needed.sum(1).max()), GRAIN // 2))
     return (~needed).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
 
 
