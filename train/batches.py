@@ -18,8 +18,8 @@ from torch import Tensor
 
 from data.tokens import TokenRow
 
-# Lengths are padded to multiples of it: kernels that are compiled or planned per shape (oneDNN's on a CPU, cuBLAS's
-# heuristics) meet few shapes. Without it, training here took twice as long and grew by a gigabyte in 150 steps.
+# Lengths are padded to multiples of it, so that kernels prepared per shape (as by oneDNN) meet few shapes:
+# preparing one for each batch took as long as the batch, and all of them stayed in memory.
 GRAIN = 64
 JITTER = 0.1  # rows whose lengths differ by less than this share may trade places between epochs
 
@@ -37,7 +37,7 @@ class RowFeatures:
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows padded on the right to T tokens. The N taught target rows of all of them are packed in order."""
+    """B rows padded on the right to T tokens. Taught target rows are packed in order, padded to N."""
 
     tokens: Tensor  # [B, T] int64
     mask: Tensor  # [B, T] bool: tokens to train on; False on padding

@@ -62,8 +62,8 @@ def save(folder: Path, accelerator: Accelerator, state: State) -> None:
         except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
             reason = " ".join(str(error).split())[:300]
             raise StorageError(
-                f"The checkpoint {folder} cannot be written: {reason}. Free some space, or choose another folder "
-                "with runs=..., and run again: it goes on from the checkpoint before."
+                f"The checkpoint {folder} cannot be written: {reason}. Free some space, or choose another "
+                "folder with runs=..., and run again: it goes on from the checkpoint before."
             ) from error
         write_json(temporary / STATE, asdict(state) | {"random": random_digest()})
 

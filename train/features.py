@@ -33,7 +33,7 @@ from configs.errors import StorageError, TargetError
 from data.tokens import TokenRow
 from models.files import ensure_writable, write_json, write_tensors
 from models.target import Target
-from train.batches import GRAIN, Batch, RowFeatures, collate, pack, rounded
+from train.batches import Batch, RowFeatures, collate, pack, rounded
 
 VERSION = 1  # of the files; raise it when the same inputs give other contents
 SHARD_BYTES = 256 << 20  # written at a time, so lost at most when a run is killed
@@ -198,8 +198,8 @@ def compute(target: Target, rows: Sequence[TokenRow], taps: tuple[int, ...]) -> 
 def summarise(target: Target, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Log-sum-exp (float32 [n]) and argmax (int64 [n]) of the full-vocabulary logits of `hidden` [n, d]."""
     n = len(hidden)
-    padded = F.pad(hidden, (0, 0, 0, rounded(n) - n))  # few shapes, as in train/batches.py
-    chunks = padded.split(max(1, LOGIT_ELEMENTS // target.vocab_size // GRAIN) * GRAIN)
+    padded = F.pad(hidden, (0, 0, 0, rounded(n) - n))
+    chunks = padded.split(rounded(max(1, LOGIT_ELEMENTS // target.vocab_size)))
     logits = (target.lm_head(chunk) for chunk in chunks)
     found = [(chunk.float().logsumexp(-1), chunk.argmax(-1)) for chunk in logits]
     return torch.cat([lse for lse, _ in found])[:n], torch.cat([argmax for _, argmax in found])[:n]

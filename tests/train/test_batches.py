@@ -59,13 +59,20 @@ def test_collate_pads_and_points_to_the_packed_rows() -> None:
             argmax=torch.full((n,), int(value)),
         )
 
-    batch = collate(rows, [features(3, [0, 1], 1.0), features(2, [0], 2.0)])
+    batch = collate(rows, [features(3, [0, 1], 1.0), features(2, [0], 2.0)], grain=1)
 
     assert batch.tokens.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.mask.tolist() == [[False, True, True], [False, True, False]]
     assert batch.taps[..., 0].tolist() == [[1, 1, 1], [2, 2, 0]]
     assert batch.teacher.tolist() == [[0, 1, -1], [2, -1, -1]]
     assert batch.hidden[:, 0].tolist() == [1, 1, 2]
+
+    # T = 3 and N = 3 become multiples of 4; what is added is padding and teaches nothing.
+    padded = collate(rows, [features(3, [0, 1], 1.0), features(2, [0], 2.0)], grain=4)
+
+    assert padded.tokens.tolist() == [[5, 6, 7, 0], [8, 9, 0, 0]]
+    assert padded.teacher.tolist() == [[0, 1, -1, -1], [2, -1, -1, -1]]
+    assert padded.hidden[:, 0].tolist() == [1, 1, 2, 0]
 
 
 def trainer(schedule: Schedule, **values: float) -> TrainerConfig:

@@ -42,11 +42,11 @@ def test_features_are_the_target_s_own() -> None:
 
     # m_2, m_3, m_4 are 1, so target rows 1, 2, 3 teach.
     assert found.rows.tolist() == [1, 2, 3]
-    torch.testing.assert_close(
-        found.taps, torch.cat([reference.hidden_states[1][0], reference.hidden_states[3][0]], -1)
-    )
-    torch.testing.assert_close(target.lm_head(found.hidden), logits[1:4])
-    torch.testing.assert_close(found.lse, logits[1:4].logsumexp(-1))
+    # The forward was padded, so its roundings differ.
+    taps = torch.cat([reference.hidden_states[1][0], reference.hidden_states[3][0]], -1)
+    torch.testing.assert_close(found.taps, taps, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(target.lm_head(found.hidden), logits[1:4], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.lse, logits[1:4].logsumexp(-1), rtol=1e-4, atol=1e-4)
     assert found.argmax.tolist() == logits[1:4].argmax(-1).tolist()
 
 
@@ -61,7 +61,7 @@ def test_cached_and_online_and_any_batching_give_the_same(tmp_path: Path) -> Non
 
     assert_same(online, from_disk(tmp_path / "wide", target, tokens=64).batch([2, 0]))
     assert_same(online, from_disk(tmp_path / "one by one", target, tokens=1).batch([2, 0]))
-    assert online.teacher[0].tolist() == [0, -1, -1, -1, 1, 2, -1]
+    assert online.teacher[0, :7].tolist() == [0, -1, -1, -1, 1, 2, -1]
 
 
 def test_bfloat16_stays_bfloat16_on_disk(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_rows_that_are_not_finite_are_left_out_and_counted(
     assert "2 of 200 rows left out" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     batch = Online(target, many_rows(bad=2), TAPS).batch([1, 2])
     assert batch.mask.sum(1).tolist() == [0, 3]
-    assert batch.taps.isfinite().all() and len(batch.hidden) == 3
+    assert batch.taps.isfinite().all() and batch.teacher.max() == 2  # three rows are taught
 
 
 def test_more_than_one_in_a_hundred_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_a_full_disk_keeps_the_checkpoints_before(
             raise RuntimeError("PytorchStreamWriter failed writing file data/3: file write failed")
 
     monkeypatch.setattr(Accelerator, "save_state", save_state)
-    with pytest.raises(StorageError, match="step_000004 cannot be written.*Free some space"):
+    with pytest.raises(StorageError, match=r"step_000004 cannot be written.*Free some space"):
         train(overrides, *FEW)
 
     assert [path.name for path in (only_run(overrides) / "checkpoints").iterdir()] == ["step_000002"]

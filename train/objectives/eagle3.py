@@ -149,13 +149,13 @@ def unroll(draft: Eagle3, batch: Batch, steps: int) -> Unrolled:
     return Unrolled(rows, done)
 
 
-def selection(needed: Tensor) -> Tensor:
+def selection(needed: Tensor, grain: int = GRAIN // 2) -> Tensor:
     """The rows j where `needed` [B, T] is True, ascending, [B, R] with R the most of any sequence.
 
-    Shorter sequences are filled up with rows that are not needed, never with the same row twice; so is the
-    longest, to a multiple of half a grain.
+    R becomes a multiple of `grain`. What is left is filled up with rows that are not needed,
+    none of them twice.
     """
-    most = min(needed.shape[1], rounded(int(needed.sum(1).max()), GRAIN // 2))
+    most = min(needed.shape[1], rounded(int(needed.sum(1).max()), grain))
     return (~needed).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
 
 
