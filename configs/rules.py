@@ -127,11 +127,6 @@ def _trainer(config: Config) -> Iterator[str]:
             "trainer.autocast=float16 needs loss scaling, which training does not do, so small gradients "
             "would become 0: use bfloat16 or float32."
         )
-    if trainer.batch_tokens < config.data.max_length:
-        yield (
-            f"trainer.batch_tokens={trainer.batch_tokens} cannot hold one row of "
-            f"data.max_length={config.data.max_length} tokens: raise the first or lower the second."
-        )
 
 
 def _decode(config: Config) -> Iterator[str]:

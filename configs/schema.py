@@ -119,7 +119,7 @@ class MethodConfig:
 class TrainerConfig:
     epochs: int = 2
     max_steps: int | None = None  # optimiser steps; ends the run early
-    batch_tokens: int = 8192  # padded tokens per micro-batch
+    batch_tokens: int = 8192  # padded tokens per micro-batch; a longer row is a batch of its own
     accumulation: int = 1  # micro-batches per optimiser step
     lr: float = 1e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])

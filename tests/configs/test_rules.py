@@ -63,7 +63,6 @@ def changed(config: Config, overrides: list[str]) -> Config:
         (["trainer.schedule=wsd", "trainer.decay_ratio=0"], "trainer.decay_ratio=0.0"),
         (["trainer.autocast=float16"], "loss scaling"),
         (["trainer.eval_every=-1"], "trainer.eval_every=-1"),
-        (["trainer.batch_tokens=512"], "cannot hold one row"),
         (["decode.draft_tokens=-1"], "decode.draft_tokens=-1"),
         (["decode.top_k=-1"], "decode.top_k=-1"),
         (["decode.top_p=1.1"], "decode.top_p=1.1"),
