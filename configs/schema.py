@@ -102,7 +102,7 @@ class RegenerateConfig:
     temperature: float = 0.0
     top_p: float = 1.0
     batch_size: int = 32
-    max_prompts: int | None = None  # answer only the first ones, which come in turn from each category
+    max_prompts: int | None = None  # answer only the first ones
     server: str | None = None  # base URL of an OpenAI-compatible server; None: in process
     server_model: str | None = None  # model name to ask the server for
     concurrency: int = 16  # requests in flight against the server
