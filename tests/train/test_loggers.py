@@ -86,8 +86,10 @@ def wandb_records(data: bytes) -> Iterator[bytes]:
 
 def wandb_history(run: Path) -> list[dict[str, Any]]:
     """The history in the run's .wandb file."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
 
+    wandb.teardown()  # waits for the process that writes the file; `finish` of an offline run does not
     (path,) = run.glob("wandb/offline-run-*/*.wandb")
     histories = [Record.FromString(data).history for data in wandb_records(path.read_bytes())]
     rows = [
