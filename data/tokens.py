@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -225,3 +225,13 @@ def load(folder: Path) -> tuple[list[TokenRow], dict[str, int]]:
         for values in zip(*(table[name] for name in TokenRow.__dataclass_fields__), strict=True)
     ]
     return rows, read_object(folder / "counts.json")
+
+
+def evenly(rows: Sequence[Prompt], most: int) -> list[Prompt]:
+    """At most `most` prompts, one category after the other in turn, each in the file's order."""
+    queues: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in rows:
+        queues[prompt.category].append(prompt)
+    longest = max((len(queue) for queue in queues.values()), default=0)
+    turns = [queue[i] for i in range(longest) for _, queue in sorted(queues.items()) if i < len(queue)]
+    return turns[:most]

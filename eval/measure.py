@@ -9,7 +9,7 @@ Each pair is on the disk before the next begins: a killed run goes on where it w
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import nn
 from configs.entry import entry
 from configs.errors import TrafficError
 from configs.schema import Config
-from data.tokens import Prompt, prompts, split_file
+from data.tokens import Prompt, evenly, prompts, split_file
 from eval.bench import Bench, Partial, as_plain, content, draft_hash, dtype_name, run_key
 from eval.machine import share_of_others
 from eval.report import report
@@ -102,16 +102,6 @@ def check_heldout(config: Config, heldout: Sequence[Prompt], trained: Sequence[P
             f"(trained on as {shared[0][1]}): acceptance measured on them would flatter the draft. Run "
             "python -m data.prepare again, and train on what it writes."
         )
-
-
-def evenly(heldout: Sequence[Prompt], most: int) -> list[Prompt]:
-    """At most `most` prompts, one category after the other in turn, each in the file's order."""
-    queues: dict[str, list[Prompt]] = defaultdict(list)
-    for prompt in heldout:
-        queues[prompt.category].append(prompt)
-    longest = max(len(queue) for queue in queues.values())
-    turns = [queue[i] for i in range(longest) for _, queue in sorted(queues.items()) if i < len(queue)]
-    return turns[:most]
 
 
 # ---- measure.json ----

@@ -19,7 +19,7 @@ from rich.console import Console
 from configs.entry import entry
 from configs.errors import ConfigError, TrafficError
 from configs.schema import Config, Features, MethodConfig, typed
-from data.tokens import Prompt, TokenRow, load_token_rows, prompts
+from data.tokens import TokenRow, evenly, load_token_rows, prompts
 from models import save_draft
 from models.files import ensure_writable
 from models.provenance import provenance
@@ -137,15 +137,6 @@ def finish(training: Training, method: Method) -> None:
     training.console.print(f"the draft of step {step} is in {run.folder / 'draft'}")
     if summary["alarm"]:
         training.console.print("An alarm was raised on the way: see above before using it.", style="bold red")
-
-
-def evenly(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """At most `count` prompts, taken in turn from each category, in the order they come."""
-    by_category: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    ranked = [(rank, prompt) for group in by_category.values() for rank, prompt in enumerate(group)]
-    return [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])[:count]]
 
 
 @entry()

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from configs.errors import CheckpointError, StorageError, TrafficError
 from configs.schema import Config, DataConfig, DecodeConfig, Dtype, EvalConfig, MethodConfig, TargetConfig
-from data.tokens import Prompt
+from data.tokens import Prompt, evenly
 from eval.bench import Bench, Partial, run_key, turns
 from eval.generate import generate
-from eval.measure import PARTIAL, evenly, measure
+from eval.measure import PARTIAL, measure
 from models.checkpoint import save_draft
 from models.files import read_lines, write_text
 from models.target import Target
