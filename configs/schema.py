@@ -55,6 +55,31 @@ class Proposal(Enum):
     greedy = "greedy"  # take the draft's argmax; accepted with p
 
 
+class Tree(Enum):
+    chain = "chain"  # one token after another
+    dynamic = "dynamic"  # EAGLE-2: expand the likeliest nodes, keep the likeliest `tree_nodes`
+    static = "static"  # the shape in `tree_file`, drawn without replacement or by rank
+
+
+class Verification(Enum):
+    rejection = "rejection"  # token by token: Leviathan et al. 2023, Sequoia 2024
+    block = "block"  # a chain as a whole: Sun et al. 2024 (2403.10444); never accepts less
+    typical = "typical"  # Medusa's; lossy, and said so wherever it is reported
+
+
+class Drafting(Enum):
+    draft = "draft"  # the trained draft, or a small language model
+    lookup = "lookup"  # what followed the last tokens when they stood in the text before
+    lookahead = "lookahead"  # n-grams of the target's own Jacobi trajectory
+
+
+class StopDrafting(Enum):
+    fixed = "fixed"  # always `draft_tokens`
+    confidence = "confidence"  # once the draft's probability of its token is below `stop_threshold`
+    joint = "joint"  # once the product of the predicted acceptances is below 1 - `stop_threshold` (SpecDec++)
+    marginal = "marginal"  # while one more token is expected to pay, by measured costs
+
+
 class WandbMode(Enum):
     disabled = "disabled"
     offline = "offline"
@@ -70,6 +95,7 @@ class TargetConfig:
     device: str = "auto"  # auto: cuda if there is one, else cpu
     attention: str = "sdpa"
     trust_remote_code: bool = False
+    pack: bool = True  # on a CPU: linear weights also in its kernels' layout, faster for twice their memory
 
 
 @dataclass
@@ -147,7 +173,23 @@ class DecodeConfig:
     temperature: float = 0.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # least share of the likeliest token's probability; 0: off
+    repetition_penalty: float = 1.0  # 1: off
     proposal: Proposal = Proposal.sampled  # at temperature 0 both are the argmax
+    drafters: list[Drafting] = field(
+        default_factory=lambda: [Drafting.draft]
+    )  # merged into one tree, in this order
+    tree: Tree = Tree.chain
+    tree_nodes: int = 16  # dynamic: drafted tokens of a tree
+    tree_width: int = 4  # dynamic: children per node, and nodes expanded per level
+    tree_file: str | None = None  # static: a shape written by decoding.sequoia
+    tree_replacement: bool = False  # static: draw siblings with replacement (SpecInfer) instead of without
+    verification: Verification = Verification.rejection
+    stop_drafting: StopDrafting = StopDrafting.fixed
+    stop_threshold: float = 0.4
+    batch_size: int = 1  # sequences decoded together
+    pad_trees: bool = False  # to the sizes that measured forwards say are fastest (float32 on some CPUs)
+    govern: bool = False  # measure while decoding, and draft only where it pays
     stop: list[str] = field(default_factory=list)
 
 

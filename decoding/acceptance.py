@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decoding.decoder import Round
+from decoding.sequence import Round
 
 
 def mean_acceptance_length(rounds: Sequence[Round]) -> float | None:

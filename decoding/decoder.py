@@ -1,297 +1,372 @@
-"""The speculative decoder: rounds of propose, one target forward, verify, commit, until a sequence ends.
+"""The speculative decoder: rounds of propose, one target forward, verify, commit, until every sequence ends.
 
-Between rounds one invariant holds: everything committed but the pending token, which is the last id, has its
-K/V rows in the target's cache: `cache.length == committed - 1`. The output follows the target's law under the
-same warp, whatever the drafter proposes; plain decoding is the same code with a drafter that proposes
-nothing.
+Between rounds one invariant holds for each sequence: everything committed but the pending token, which is the
+last id, has its K/V rows in the target's cache: `cache.length == committed - 1`. The output follows the
+target's law under the same warp, whatever the drafter proposes; plain decoding is the same code with a
+drafter that proposes nothing.
+
+Sequences of a batch accept different numbers of tokens, so each has rows, positions and a tree of its own;
+the smaller trees are padded with nodes that nobody sees. One that ends leaves its place to the next prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.errors import ConfigError, TrafficError
-from configs.schema import DecodeConfig
-from configs.schema import Proposal as Mode
 from decoding.cache import KVCache
 from decoding.clock import now
-from decoding.drafters import Drafter, Proposal, Seen
+from decoding.drafters import Drafter, Proposal
+from decoding.governor import END, OFF, Governor
+from decoding.law import Grammar
 from decoding.randomness import Randomness, Seeded
-from decoding.stops import StopScan
+from decoding.sequence import Decoding, Generation, Params, Round, counted, logprob
 from decoding.tree import TokenTree
-from decoding.verify import Verdict, follow, verify
-from decoding.warp import Warp, largest
+from decoding.verify import ALTERNATIVES, Verdict, follow, verify
 from models.target import Target, TargetOutput
 
-Finish = Literal["eos", "length", "stop"]
 AHEAD = 1024  # new tokens for which the cache is allocated at once; beyond, it grows as needed
+GRAIN = 16  # prompts are padded to multiples of it, so that kernels prepared per shape are met again
+PREFILL_TOKENS = 8192  # padded tokens of one prefill, which bounds its memory
 
 
 @dataclass(frozen=True)
-class Params:
-    """How to decode one sequence. The fields are `DecodeConfig`'s, explained there."""
+class Request:
+    """A prompt and how to decode it. `randomness` is by default seeded with `params.seed`."""
 
-    draft_tokens: int
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    proposal: Mode  # the drafter's; recorded here because it belongs to a result's conditions
-    stop: tuple[str, ...]
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.draft_tokens < 0:
-            raise ConfigError(f"draft_tokens={self.draft_tokens}: set how many to draft per round, or 0.")
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={self.max_new_tokens}: set at least 1.")
-        if "" in self.stop:
-            raise ConfigError("stop has an empty string, which every text contains: remove it.")
-        Warp(self.temperature, self.top_k, self.top_p)  # checks its own
-
-    @classmethod
-    def of(cls, config: DecodeConfig, seed: int) -> Params:
-        return cls(**{**vars(config), "stop": tuple(config.stop)}, seed=seed)
-
-    @property
-    def warp(self) -> Warp:
-        return Warp(self.temperature, self.top_k, self.top_p)
+    prompt: Sequence[int]
+    params: Params
+    grammar: Grammar | None = None
+    randomness: Randomness | None = None
 
 
 @dataclass(frozen=True)
-class Round:
-    """One round's counts and wall seconds.
+class Emitted:
+    """One token of a stream."""
 
-    Where a round was cut (by EOS, a stop string or the length), what lies past the cut does not count,
-    neither as accepted nor as drafted: it was not emitted, and not refused either.
-    """
-
-    drafted: int  # proposed tokens; of a tree its nodes without the root
-    accepted: int  # proposed tokens that were emitted
-    emitted: int  # accepted + 1, or accepted where the cut fell on a proposed token
-    target_seconds: float
-    draft_seconds: float
-    seconds: float
-
-    @property
-    def own_seconds(self) -> float:
-        """What the decoder itself costs: everything outside the two models' forwards."""
-        return self.seconds - self.target_seconds - self.draft_seconds
-
-
-@dataclass
-class Generation:
-    """A decoded sequence; times in seconds since the call.
-
-    The prefill emits the first token and is no round. The first round's draft_seconds include the draft's own
-    reading of the prompt.
-    """
-
-    tokens: list[int] = field(default_factory=list)  # the new ones, up to and with what ended them
-    finish: Finish | None = None
-    rounds: list[Round] = field(default_factory=list)
-    prefill_seconds: float = 0.0  # the target's forward over the prompt
-    seconds: float = 0.0  # all of it
-    ttft: float = 0.0  # when the first token was there
-    emitted_at: list[float] = field(default_factory=list)  # when each round's tokens were there
-
-    @property
-    def decoder_ms_per_round(self) -> float | None:
-        """Mean own time per round, in milliseconds; None without rounds."""
-        return 1e3 * fmean(round.own_seconds for round in self.rounds) if self.rounds else None
+    token: int
+    logprob: float  # the target's, before the warp
+    from_draft: bool
 
 
 class Decoder:
-    """Decodes one sequence at a time with one target and one drafter."""
+    """Decodes with one target and one drafter, up to `batch_size` sequences at a time."""
 
-    def __init__(self, target: Target, drafter: Drafter) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        batch_size: int = 1,
+        governor: Governor | None = None,
+        padded: Callable[[int], int] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size}: set at least 1.")
         self.target = target
         self.drafter = drafter
-        self.latest: Session | None = None  # owns the drafter's state
+        self.batch_size = batch_size
+        self.governor = governor  # turns drafting off while it does not pay; None: never
+        self.padded = padded or int  # the size at which a forward over n nodes is run
+        self.cache = KVCache(target.num_layers)
 
     def generate(
         self,
         prompt: Sequence[int],
         params: Params,
         randomness: Randomness | None = None,
+        grammar: Grammar | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Generation:
         """Decodes from `prompt` (token ids, at least one) to the end.
 
-        `on_tokens` gets the tokens as they come, those of a round together. `randomness` is by default seeded
-        with `params.seed`. Raises `TrafficError` for an empty prompt.
+        `on_tokens` gets the tokens as they come, those of a round together. Raises `TrafficError` for an
+        empty prompt.
         """
-        session = self.begin(prompt, params, randomness)
-        for tokens, _ in session.run():
+        batch = Batch(self, [Request(prompt, params, grammar, randomness)])
+        for _, run, _ in batch.run():
             if on_tokens is not None:
-                on_tokens(tokens)
-        return session.generation
+                on_tokens(run)
+        return batch.generations[0]
 
-    def stream(self, prompt: Sequence[int], params: Params) -> Iterator[tuple[int, bool]]:
-        """Yields (token, whether the draft proposed it). May be left at any point: the next starts afresh."""
-        runs = self.begin(prompt, params, None).run()
-        return ((token, index < accepted) for tokens, accepted in runs for index, token in enumerate(tokens))
+    def generate_all(
+        self,
+        requests: Sequence[Request],
+        on_end: Callable[[int, Generation], None] | None = None,
+    ) -> list[Generation]:
+        """Decodes all requests, a batch at a time, in their order. `on_end(i, generation)` as each ends."""
+        batch = Batch(self, requests)
+        for index, _, _ in batch.run():
+            generation = batch.generations[index]
+            if generation.finish is not None and on_end is not None:
+                on_end(index, generation)
+        return batch.generations
 
-    def begin(self, prompt: Sequence[int], params: Params, randomness: Randomness | None) -> Session:
-        mode = getattr(self.drafter, "mode", params.proposal)  # a drafter that knows one way only has none
-        if mode is not params.proposal:
-            raise ConfigError(
-                f"decode.proposal={params.proposal.value}, and the drafter was built for {mode.value}. "
-                "Build it with the same value."
-            )
-        if not prompt:
-            raise TrafficError(
-                "A prompt has no tokens, and the target needs one. Drop it, or prepend a bos token."
-            )
-        self.latest = Session(self, list(prompt), params, randomness or Seeded(params.seed))
-        return self.latest
+    def stream(self, request: Request) -> Generator[Emitted]:
+        """Yields tokens as they are decided. May be left at any point, which frees what it held."""
+        batch = Batch(self, [replace(request, params=replace(request.params, logprobs=True))])
+        for _, run, accepted in batch.run():
+            logprobs = batch.generations[0].logprobs[-len(run) :]
+            for i, (token, lp) in enumerate(zip(run, logprobs, strict=True)):
+                yield Emitted(token, lp, i < accepted)
 
 
-class Session:
-    """One sequence being decoded: the target's cache, what the drafter has not seen yet, what came out."""
+class Batch:
+    """Requests being decoded: those waiting, those in flight, and what came of each."""
 
-    def __init__(self, decoder: Decoder, prompt: list[int], params: Params, randomness: Randomness) -> None:
+    def __init__(self, decoder: Decoder, requests: Sequence[Request]) -> None:
+        window = decoder.target.window
+        for request in requests:
+            check(request, window)
         self.decoder = decoder
         self.target = decoder.target
-        self.prompt = prompt
-        self.params = params
-        self.warp = params.warp
-        self.randomness = randomness
+        self.drafter = decoder.drafter
+        self.cache = decoder.cache
+        self.waiting = deque(enumerate(requests))
+        self.live: list[Decoding] = []
+        self.index: dict[Decoding, int] = {}
+        self.generations: list[Generation] = [Generation() for _ in requests]
         # Without drafting nobody reads the taps.
-        self.taps = decoder.drafter.taps if params.draft_tokens else ()
-        self.stops = StopScan(self.target.tokenizer, params.stop)
-        self.cache = KVCache(len(prompt) + min(params.max_new_tokens, AHEAD) + params.draft_tokens)
-        self.generation = Generation()
-        self.started = now(self.target.device)
+        drafting = any(request.params.draft_tokens for request in requests)
+        self.taps = self.drafter.taps if drafting else ()
 
-    def run(self) -> Iterator[tuple[list[int], int]]:
-        """Goes on to the end; yields each run of tokens and how many of them the draft proposed."""
-        self.check_turn()
-        yield self.prefill(), 0
-        while self.generation.finish is None:
-            self.check_turn()
-            done = self.step()
-            yield self.generation.tokens[-done.emitted :], done.accepted
+    def run(self) -> Iterator[tuple[int, list[int], int]]:
+        """Goes on to the end; yields (request, run of tokens, how many of them the draft proposed)."""
+        try:
+            while self.waiting or self.live:
+                emitted = self.admit() if self.waiting and self.room() else self.step()
+                yield from emitted
+        finally:
+            for decoding in self.live:
+                self.leave(decoding)
+            self.live = []
 
-    def check_turn(self) -> None:
-        """The drafter keeps the state of one sequence: the latest."""
-        if self.decoder.latest is not self:
-            raise RuntimeError(
-                "The decoder began another sequence since: decode two at once with two decoders."
+    def room(self) -> int:
+        return self.decoder.batch_size - len(self.live)
+
+    @torch.inference_mode()
+    def admit(self) -> list[tuple[int, list[int], int]]:
+        """Prefills the next prompts, which gives each its first token."""
+        entering: list[Decoding] = []
+        began = self.clock()
+        for index, request in self.next_group():
+            decoding = Decoding(
+                list(request.prompt),
+                request.params,
+                request.randomness or Seeded(request.params.seed),
+                request.grammar,
+                self.target.tokenizer,
+                self.target.eos_ids,
+                self.cache.allocate(),
+                self.drafter.begin(),
+                began,
             )
-
-    @torch.inference_mode()
-    def prefill(self) -> list[int]:
-        """Reads the prompt and draws the first token, which is pending then."""
-        self.decoder.drafter.begin()
-        ids = torch.tensor([self.prompt], device=self.target.device)
-        output = self.target.forward(ids, cache=self.cache, taps=self.taps, last_logits_only=True)
-        self.generation.prefill_seconds = self.elapsed()
-        root = Proposal(TokenTree.chain(self.prompt[-1]))
-        verdict = self.verify(root, output, start=len(self.prompt) - 1)
-        self.seen = Seen(0, ids[0], verdict.next_token, tapped(output))
-        run = self.emit([verdict.next_token])
-        self.generation.ttft = self.generation.seconds = self.elapsed()
-        return run
-
-    @torch.inference_mode()
-    def step(self) -> Round:
-        """One round."""
-        began = self.elapsed()
-        proposal = self.propose()
-        tree, start = proposal.tree, self.seen.position
-        rows = self.rows(tree, start)
-        forward_began = self.elapsed()
-        output = self.target.forward(cache=self.cache, taps=self.taps, **rows)
-        target_seconds = self.elapsed() - forward_began
-        verdict = self.verify(proposal, output, start)
-        path = verdict.path
-        run = self.emit([tree.tokens[node] for node in path[1:]] + [verdict.next_token])
-        self.commit(tree, path, verdict.next_token, output)
-
-        ended = self.elapsed()
-        done = Round(
-            drafted=counted(tree, path, len(run)),
-            accepted=min(len(path) - 1, len(run)),
-            emitted=len(run),
-            target_seconds=target_seconds,
-            draft_seconds=proposal.seconds,
-            seconds=ended - began,
+            decoding.generation = self.generations[index]
+            self.index[decoding] = index
+            entering.append(decoding)
+        self.live += entering
+        longest = -(-max(len(decoding.prompt) for decoding in entering) // GRAIN) * GRAIN
+        ids = torch.tensor(
+            [[*decoding.prompt, *[0] * (longest - len(decoding.prompt))] for decoding in entering],
+            device=self.target.device,
         )
-        self.generation.rounds.append(done)
-        self.generation.emitted_at.append(ended)
-        self.generation.seconds = ended
-        return done
+        ahead = max(min(d.params.max_new_tokens, AHEAD) + d.params.draft_tokens for d in entering)
+        self.cache.aim([decoding.slot for decoding in entering], longest, reserve=longest + ahead)
+        positions = torch.arange(longest, device=self.target.device).expand(len(entering), -1)
+        # Padding stands behind the prompt, where causal attention lets no real token see it.
+        output = self.target.forward(ids, positions=positions, cache=self.cache, taps=self.taps, logits=False)
+        ends = [len(decoding.prompt) - 1 for decoding in entering]
+        logits = self.target.lm_head(output.last_hidden[range(len(ends)), ends])
+        seconds = self.clock() - began
+        emitted = []
+        for row, decoding in enumerate(entering):
+            count = len(decoding.prompt)
+            self.cache.commit(decoding.slot, count)
+            root = Proposal(TokenTree.chain(decoding.prompt[-1]))
+            verdict = self.verify(decoding, root, logits[row : row + 1], count - 1)
+            decoding.read(decoding.prompt, verdict.next_token, tapped(output, row)[:count])
+            emitted.append(self.emit(decoding, root, verdict, logits[row : row + 1]))
+            decoding.generation.prefill_seconds = seconds
+            decoding.generation.ttft = decoding.generation.seconds = self.clock() - began
+        self.retire()
+        return emitted
 
-    def propose(self) -> Proposal:
-        """A round emits one token more than it accepts: with r tokens to go only r - 1 are worth drafting."""
-        budget = min(self.params.draft_tokens, self.params.max_new_tokens - len(self.generation.tokens) - 1)
-        if budget < 1:  # no drafting at all, or the last round: the drafter need not hear of it
-            return Proposal(TokenTree.chain(self.seen.pending))
-        return self.decoder.drafter.propose(self.seen, budget, self.warp, self.randomness)
+    def next_group(self) -> Iterator[tuple[int, Request]]:
+        """The next requests to enter: as many as there is room for, and few enough that their prefill
+        fits."""
+        longest = 0
+        for count in range(1, self.room() + 1):
+            if not self.waiting:
+                return
+            longest = max(longest, len(self.waiting[0][1].prompt))
+            if count > 1 and longest * count > PREFILL_TOKENS:
+                return
+            yield self.waiting.popleft()
 
-    def rows(self, tree: TokenTree, start: int) -> dict[str, Any]:
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, list[int], int]]:
+        """One round of every sequence in flight."""
+        began = self.clock()
+        proposals = self.propose()
+        rows = self.rows([proposal.tree for proposal in proposals])
+        forward_began = self.clock()
+        output = self.target.forward(cache=self.cache, taps=self.taps, **rows)
+        target_seconds = self.clock() - forward_began
+        assert output.logits is not None
+        emitted, commits = [], []
+        for row, (decoding, proposal) in enumerate(zip(self.live, proposals, strict=True)):
+            start, logits = decoding.start, output.logits[row]
+            verdict = self.verify(decoding, proposal, logits, start)
+            commits.append((decoding.slot, start, verdict.path))
+            done = self.emit(decoding, proposal, verdict, logits)
+            self.note(decoding, proposal, verdict, output, row)
+            emitted.append(done)
+        self.cache.commit_all(commits)
+        ended = self.clock()
+        if self.decoder.governor is not None:
+            count = sum(len(run) for _, run, _ in emitted)
+            self.decoder.governor.saw([proposal.stopped for proposal in proposals], count, ended - began)
+        draft_seconds = max(proposal.seconds for proposal in proposals)
+        for decoding, proposal, (_, path), (_, run, accepted) in zip(
+            self.live, proposals, ((s, p) for s, _, p in commits), emitted, strict=True
+        ):
+            generation = decoding.generation
+            generation.rounds.append(
+                Round(
+                    drafted=counted(proposal.tree, path, len(run)),
+                    accepted=accepted,
+                    emitted=len(run),
+                    target_seconds=target_seconds,
+                    draft_seconds=draft_seconds,
+                    seconds=ended - began,
+                    nodes=len(proposal.tree),
+                    stopped=proposal.stopped,
+                )
+            )
+            generation.emitted_at.append(ended - decoding.began)
+            generation.seconds = ended - decoding.began
+        self.retire()
+        return emitted
+
+    def propose(self) -> list[Proposal]:
+        """A tree for each sequence; of the pending token alone where nothing is worth drafting."""
+        plain = [Proposal(TokenTree.chain(decoding.pending), stopped=END) for decoding in self.live]
+        asked = [row for row, decoding in enumerate(self.live) if decoding.budget >= 1]
+        governor = self.decoder.governor
+        if asked and governor is not None and not governor.speculate(len(self.live)):
+            return [replace(root, stopped=OFF) for root in plain]
+        if asked:
+            made = self.drafter.propose([self.live[row].turn() for row in asked])
+            for row, proposal in zip(asked, made, strict=True):
+                plain[row] = proposal
+                self.live[row].told()
+        return plain
+
+    def rows(self, trees: Sequence[TokenTree]) -> dict[str, Any]:
         """The target's input: one row per node, each attending to the cache and to its ancestors."""
         device = self.target.device
-        mask = None  # a single row attends to everything
-        if len(tree) > 1:
-            mask = tree.ancestor_mask(start)[None, None].to(device)
+        width = self.decoder.padded(max(map(len, trees)))
+        starts = [decoding.start for decoding in self.live]
+        extent = self.cache.aim([decoding.slot for decoding in self.live], width)
+        if len(trees) == 1 and width == len(trees[0]):
+            tree = trees[0]
+            mask = tree.ancestor_mask(starts[0])[None, None] if width > 1 else None
+            tokens, positions = [tree.tokens], [[starts[0] + depth for depth in tree.depth]]
+        else:
+            tokens = np.zeros((len(trees), width), dtype=np.int64)
+            positions = np.zeros((len(trees), width), dtype=np.int64)
+            columns = np.zeros((len(trees), 1, width, extent), dtype=bool)
+            for row, (tree, start) in enumerate(zip(trees, starts, strict=True)):
+                count = len(tree)
+                tokens[row, :count] = tree.tokens
+                positions[row, :count] = np.add(tree.depth, start)
+                columns[row, 0, :count, : start + count] = tree.ancestor_mask(start).numpy()
+                for padding in range(count, width):  # sees itself, and is seen by none
+                    columns[row, 0, padding, start + padding] = True
+            mask = torch.from_numpy(columns)
         return {
-            "input_ids": torch.tensor([tree.tokens], device=device),
-            "positions": torch.tensor([[start + depth for depth in tree.depth]], device=device),
-            "mask": mask,
+            "input_ids": torch.as_tensor(tokens, device=device),
+            "positions": torch.as_tensor(positions, device=device),
+            "mask": mask if mask is None else mask.to(device),
         }
 
-    def verify(self, proposal: Proposal, output: TargetOutput, start: int) -> Verdict:
-        """Logits become laws at the walked nodes only: most nodes of a round may never be asked for."""
-        assert output.logits is not None
-        logits = output.logits[0]
-        if self.warp.temperature == 0:
-            return follow(proposal.tree, lambda node: int(largest(logits[node])))
-        return verify(proposal, lambda node: self.warp(logits[node]), self.randomness, position=start)
+    def verify(self, decoding: Decoding, proposal: Proposal, logits: Tensor, start: int) -> Verdict:
+        """Logits [N, V] become laws at the walked nodes only: most nodes may never be asked for."""
+        law, paths = decoding.law, proposal.tree.paths
+        if law.greedy:
+            return follow(proposal.tree, lambda node: law.choice(logits[node], paths[node]))
+        rule = ALTERNATIVES.get(decoding.params.verification, verify)
+        return rule(proposal, lambda node: law(logits[node], paths[node]), decoding.randomness, start)
 
-    def emit(self, run: list[int]) -> list[int]:
-        """Adds `run` to the output up to where the sequence ends, if it does: the tokens that were added."""
-        tokens = self.generation.tokens
-        for count, token in enumerate(run, 1):
-            tokens.append(token)
-            if token in self.target.eos_ids:
-                self.generation.finish = "eos"
-            elif self.stops.completes(token):
-                self.generation.finish = "stop"
-            elif len(tokens) == self.params.max_new_tokens:
-                self.generation.finish = "length"
-            if self.generation.finish is not None:
-                return run[:count]
-        return run
+    def emit(
+        self, decoding: Decoding, proposal: Proposal, verdict: Verdict, logits: Tensor
+    ) -> tuple[int, list[int], int]:
+        """Emits the verdict's tokens: (request, those emitted, how many of them were proposed)."""
+        path = verdict.path
+        run = decoding.emit([proposal.tree.tokens[node] for node in path[1:]] + [verdict.next_token])
+        if decoding.params.logprobs:
+            pairs = zip(path, run, strict=False)
+            decoding.generation.logprobs += [logprob(logits[node], token) for node, token in pairs]
+        return self.index[decoding], run, min(len(path) - 1, len(run))
 
-    def commit(self, tree: TokenTree, path: tuple[int, ...], pending: int, output: TargetOutput) -> None:
-        """Keeps the path's rows in the cache and sets what the drafter sees next."""
-        start = self.seen.position
-        self.cache.commit(start, path)
-        tokens = torch.tensor([tree.tokens[node] for node in path], device=self.target.device)
-        taps = tapped(output)
+    def note(
+        self, decoding: Decoding, proposal: Proposal, verdict: Verdict, output: TargetOutput, row: int
+    ) -> None:
+        """Tells the sequence what the target has read, for its drafter to hear."""
+        path, tree = verdict.path, proposal.tree
+        taps = tapped(output, row)
         taps = taps[: len(path)] if tree.is_chain else taps[list(path)]
-        self.seen = Seen(start, tokens, pending, taps)
+        choices = None
+        if self.drafter.wants_choices:
+            assert output.logits is not None
+            choices = output.logits[row, : len(tree)].argmax(-1).tolist()
+        decoding.read([tree.tokens[node] for node in path], verdict.next_token, taps, choices)
 
-    def elapsed(self) -> float:
-        """Seconds since the sequence began, with the device's queue drained."""
-        return now(self.target.device) - self.started
+    def retire(self) -> None:
+        """Sequences that ended leave; the last slots move into the holes, so that those in flight lie
+        together."""
+        for decoding in self.live:
+            if decoding.generation.finish is not None:
+                self.leave(decoding)
+        self.live = [decoding for decoding in self.live if decoding.generation.finish is None]
+        for decoding in sorted(self.live, key=lambda decoding: -decoding.slot):
+            hole = min(self.cache.free, default=decoding.slot)
+            if hole >= decoding.slot:
+                break
+            self.cache.relocate(decoding.slot, hole)
+            decoding.slot = hole
+        self.live.sort(key=lambda decoding: decoding.slot)
+
+    def leave(self, decoding: Decoding) -> None:
+        self.cache.release(decoding.slot)
+        self.drafter.end(decoding.state)
+
+    def clock(self) -> float:
+        """Seconds, with the device's queue drained."""
+        return now(self.target.device)
 
 
-def tapped(output: TargetOutput) -> Tensor:
-    """The tapped states [T, n_taps * d] of the only row of the batch; [T, 0] if none were asked for."""
-    return output.taps[0] if output.taps is not None else output.last_hidden[0, :, :0]
+def check(request: Request, window: int | None) -> None:
+    """Raises for a request that cannot be decoded, before any is begun."""
+    if not request.prompt:
+        raise TrafficError(
+            "A prompt has no tokens, and the target needs one. Drop it, or prepend a bos token."
+        )
+    longest = len(request.prompt) + request.params.max_new_tokens
+    if window is not None and longest > window:
+        raise TrafficError(
+            f"A prompt of {len(request.prompt)} tokens and {request.params.max_new_tokens} new ones pass the "
+            f"{window} tokens that the target's sliding window sees, where rejected tokens cannot be "
+            "taken back. Shorten the prompt, or set decode.max_new_tokens lower."
+        )
 
 
-def counted(tree: TokenTree, path: tuple[int, ...], emitted: int) -> int:
-    """Proposed tokens that count as drafted: all, or those up to the cut if it fell on one of them."""
-    if emitted == len(path):
-        return len(tree) - 1
-    return sum(depth <= emitted for depth in tree.depth[1:])
+def tapped(output: TargetOutput, row: int) -> Tensor:
+    """The tapped states [T, n_taps * d] of one row of the batch; [T, 0] if none were asked for."""
+    return output.taps[row] if output.taps is not None else output.last_hidden[row, :, :0]

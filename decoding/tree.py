@@ -43,6 +43,14 @@ class TokenTree:
             depth.append(depth[parent] + 1)
         return depth
 
+    @cached_property
+    def paths(self) -> list[tuple[int, ...]]:
+        """The tokens from the root on, without the root's own, down to each node."""
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(self.tokens[1:], self.parent[1:], strict=True):
+            paths.append((*paths[parent], token))
+        return paths
+
     def children(self, node: int) -> list[int]:
         """The nodes whose parent is `node`, in the order in which they are to be tried."""
         return self._children[node]

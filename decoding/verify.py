@@ -1,26 +1,37 @@
-"""The one acceptance rule: a walk down the proposed tree that leaves the target's law untouched.
+"""How proposed trees are accepted: walks that leave the target's law untouched, and one that does not.
 
-At a node with law p, its children are tried in order (Leviathan et al. 2023, Chen et al. 2023 for one child;
-Sequoia, Chen et al. 2024, for several drawn without replacement):
+`verify` is the rule for any tree. At a node with law p, its children are tried in order (Leviathan et al.
+2023 and Chen et al. 2023 for one child; SpecInfer, Miao et al. 2024, and Sequoia, Chen et al. 2024, for
+several):
 
-    children chosen deterministically    accept x with p(x)              else p <- norm(p without x)
-    children drawn from q                accept x with min(1, p(x)/q(x)) else p <- norm(max(p - q, 0)),
-                                                                              q <- norm(q without x)
+    chosen deterministically           accept x with p(x)              else p <- norm(p without x)
+    drawn from q, without replacement  accept x with min(1, p(x)/q(x)) else p <- norm(max(p - q, 0)),
+                                                                            q <- norm(q without x)
+    drawn from q, with replacement     the same, but q stays, and x is tried as often as it was drawn
 
 If no child is accepted, the next token is drawn from what is left of p: at a leaf, p itself (the bonus).
-Children drawn with replacement (SpecInfer) need another update of q and are not supported.
+Children of several drafters meet at one node as groups, tried one after the other, each with its own q.
+
+`verify_block` judges a drawn chain as a whole, and `accept_typical` is Medusa's rule, which is lossy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from math import exp, log
 
+import torch
 from torch import Tensor
 
+from configs.schema import Verification
 from decoding.drafters import Proposal
 from decoding.randomness import Key, Purpose, Randomness
 from decoding.tree import TokenTree
+from decoding.warp import largest, one_hot
+
+EPSILON, DELTA = 0.09, 0.3  # of typical acceptance, as Medusa sets them
 
 
 @dataclass(frozen=True)
@@ -36,24 +47,147 @@ def verify(
 
     `law(node)` is the target's law [V] after that node; it is asked for at the walked nodes only.
     """
-    tree = proposal.tree
     path = [0]
     while True:
-        node = path[-1]
         position += 1
-        p = law(node)
-        q = proposal.q.get(node) if proposal.q is not None else None
-        refused = None
-        for rank, child in enumerate(tree.children(node)):
-            token = tree.tokens[child]
-            if refused is not None:
-                q = without(q, refused)
+        p = law(path[-1])
+        for rank, (child, q) in enumerate(trials(proposal, path[-1], len(p))):
+            token = proposal.tree.tokens[child]
             if randomness.accept(acceptance(p, q, token), Key(position, Purpose.accept, rank)):
                 path.append(child)
                 break
-            p, refused = residual(p, q, token), token
+            p = residual(p, q, token)
         else:
             return Verdict(tuple(path), randomness.draw(p, Key(position, Purpose.emit)))
+
+
+def verify_block(
+    proposal: Proposal, law: Callable[[int], Tensor], randomness: Randomness, position: int
+) -> Verdict:
+    """Judges a drawn chain as a whole (block verification, Sun et al. 2024, 2403.10444): as exact as
+    `verify`, and no exact rule for chains accepts more on average. Trees, and chains of which nothing was
+    drawn, go to `verify`.
+
+    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the chain survives to node i or beyond with
+    probability w_i. It is cut after the last node i whose own coin, of chance h_i, comes up:
+
+        h_i = m_i / (m_i + 1 - w_i) with m_i = Σ max(w_i p - q, 0), p and q being the laws after node i;
+        h_K = w_K at the leaf.
+
+    After a cut the next token follows norm(max(w_i p - q, 0)). Where the draft stopped may depend on the
+    tokens it drew and kept: h_i depends on nothing behind node i except on whether there is something.
+    """
+    if not drawn_chain(proposal):
+        return verify(proposal, law, randomness, position)
+    tokens = proposal.tree.tokens
+    leaf = len(tokens) - 1
+    laws: list[tuple[Tensor, Tensor]] = []  # p and q after each node but the leaf
+    weights = [1.0]
+    while len(weights) <= leaf:
+        p = law(len(laws))
+        ((child, drawn),) = trials(proposal, len(laws), len(p))
+        q = drawn if drawn is not None else one_hot(torch.tensor(tokens[child], device=p.device), p)
+        laws.append((p, q))
+        weight = min(1.0, weights[-1] * acceptance(p, q, tokens[child]))
+        if weight == 0:  # nothing behind can be accepted, and a grammar has no law after what it forbids
+            break
+        weights.append(weight)
+    for node in range(len(weights) - 1, 0, -1):
+        stay = weights[node] if node == leaf else stay_chance(*laws[node], weights[node])
+        # A round decides on coins for positions that the next one may decide on again, but no other round
+        # settles the position behind its root: all the round's coins are named by that one.
+        if randomness.accept(stay, Key(position + 1, Purpose.accept, node - 1)):
+            break
+    else:
+        node = 0
+    rest = law(leaf) if node == leaf else rest_of_block(*laws[node], weights[node])
+    return Verdict(tuple(range(node + 1)), randomness.draw(rest, Key(position + node + 1, Purpose.emit)))
+
+
+def drawn_chain(proposal: Proposal) -> bool:
+    """Whether the tree is a chain of which something was drawn, and nothing twice.
+
+    What was chosen deterministically counts as drawn from a law that was certain of it; a chain of such nodes
+    alone is accepted as often by `verify`, which asks for fewer laws. A tree that is a chain only by chance
+    does not say `chain`: the two rules agree over all draws, not for each, so what was drawn must not choose
+    between them.
+    """
+    draws = [proposal.draws.get(node, ()) for node in range(len(proposal.tree) - 1)]
+    counts = [sum(len(group.children) for group in groups) for groups in draws]
+    return proposal.chain and max(counts, default=0) == 1
+
+
+def stay_chance(p: Tensor, q: Tensor, weight: float) -> float:
+    """h_i of `verify_block`: p, q [V] are the laws after node i, `weight` is w_i."""
+    missing = float((weight * p - q).clamp_(min=0).sum())
+    return missing / (missing + 1 - weight) if weight < 1 else 1.0
+
+
+def rest_of_block(p: Tensor, q: Tensor, weight: float) -> Tensor:
+    """The law [V] of the token after a cut: norm(max(weight * p - q, 0)), or p if rounding leaves nothing."""
+    left = (weight * p - q).clamp_(min=0)
+    mass = float(left.sum())
+    return left.div_(mass) if mass > 0 else p
+
+
+def accept_typical(
+    proposal: Proposal, law: Callable[[int], Tensor], randomness: Randomness, position: int
+) -> Verdict:
+    """Lossy: Medusa's typical acceptance (Cai et al. 2024, 2401.10774), which leaves nothing to chance.
+
+    A child x is accepted if p(x) > min(ε, δ exp(-H(p))): the less certain the target is, the less likely its
+    token may be. Of the accepted paths the longest stands, of equally long ones the likeliest. The next
+    token, the next tree's root and so what the paper calls the first token, is the likeliest one. The output
+    does not follow the target's law. At temperature 0 this is the greedy walk.
+    """
+    tree = proposal.tree
+    after = cache(law)
+    bar = cache(lambda node: typical_bar(after(node)))
+    accepted = {0: (0, 0.0)}  # node -> its depth, and the log-probability of its path
+    for node, (token, parent) in enumerate(zip(tree.tokens[1:], tree.parent[1:], strict=True), 1):
+        if parent in accepted and (p := float(after(parent)[token])) > bar(parent):
+            depth, score = accepted[parent]
+            accepted[node] = depth + 1, score + log(p)
+    node = max(accepted, key=accepted.__getitem__)
+    next_token = int(largest(after(node)))
+    path = [node]
+    while path[-1]:
+        path.append(tree.parent[path[-1]])
+    return Verdict(tuple(reversed(path)), next_token)
+
+
+def typical_bar(p: Tensor) -> float:
+    """min(ε, δ exp(-H(p))) of a law p [V], the entropy H being in nats."""
+    return min(EPSILON, DELTA * exp(-float(torch.special.entr(p).sum())))
+
+
+Rule = Callable[[Proposal, Callable[[int], Tensor], Randomness, int], Verdict]
+# What a sequence may ask for in place of `verify`.
+ALTERNATIVES: dict[Verification, Rule] = {
+    Verification.block: verify_block,
+    Verification.typical: accept_typical,
+}
+
+
+def lossless(verification: Verification) -> bool:
+    """Whether outputs follow the target's law under this rule. Results carry the answer."""
+    return verification is not Verification.typical
+
+
+def trials(proposal: Proposal, node: int, vocab: int) -> Iterator[tuple[int, Tensor | None]]:
+    """The children of `node` in the order in which they are tried, each with the law [V] that it was drawn
+    from, or None if it was chosen deterministically."""
+    groups = proposal.draws.get(node, ())
+    for group in groups:
+        q = group.over(vocab)
+        for child in group.children:
+            yield child, q
+            if not group.replacement:
+                q = without(q, proposal.tree.tokens[child])
+    drawn = {child for group in groups for child in group.children}
+    for child in proposal.tree.children(node):
+        if child not in drawn:
+            yield child, None
 
 
 def follow(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
@@ -95,10 +229,11 @@ def residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
     return left.div_(mass) if mass > 0 else p
 
 
-def without(q: Tensor | None, token: int) -> Tensor | None:
-    """The law [V] of the next sibling, drawn without replacement: q with `token` struck out, renormalised."""
-    if q is None:
-        return None
+def without(q: Tensor, token: int) -> Tensor:
+    """The law [V] of the next sibling, drawn without replacement: q with `token` struck out, renormalised.
+
+    All zero if nothing is left.
+    """
     left = q.clone()
     left[token] = 0
     mass = left.sum()

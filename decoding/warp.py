@@ -1,7 +1,8 @@
 """From logits to the law that tokens are drawn from. Nothing else in Leadout does this (design.md, idea 2).
 
-The order is Hugging Face's: temperature, top-k, top-p. Ids that tie with the last one kept are kept too, so
-that the law does not depend on how a sort orders equals.
+The order is Hugging Face's: temperature, top-k, top-p, min-p. Ids that tie with the last one kept are kept
+too, so that the law does not depend on how a sort orders equals. The repetition penalty comes before all of
+them; it needs the text, and decoding/law.py applies it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Warp:
     temperature: float = 1.0  # 0: all mass on the largest logit, the lowest id on ties
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # least share of the likeliest id's probability; 0: off
+    repetition_penalty: float = 1.0  # 1: off
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or self.temperature >= 1e-5):
@@ -31,6 +34,12 @@ class Warp:
             raise ConfigError(f"top_k={self.top_k}: set the number of ids to keep, or 0 to keep all.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p}: set a share of the mass above 0, or 1 to keep all.")
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p={self.min_p}: set a share of the largest probability, or 0.")
+        if not self.repetition_penalty > 0:
+            raise ConfigError(
+                f"repetition_penalty={self.repetition_penalty}: set a number above 0; 1 is off."
+            )
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Probabilities [..., V] of logits [..., V]: float64 if those are, else float32."""
@@ -39,9 +48,9 @@ class Warp:
         dtype = law_dtype(logits)
         scores = logits if self.temperature == 1 else logits.to(dtype, copy=True).div_(self.temperature)
         probs = torch.softmax(scores, dim=-1, dtype=dtype)
-        if self.top_k or self.top_p < 1:
+        if self.top_k or self.top_p < 1 or self.min_p:
             for row in [probs] if probs.dim() == 1 else probs.view(-1, probs.shape[-1]):
-                truncate_(row, self.top_k, self.top_p)
+                truncate_(row, self.top_k, self.top_p, self.min_p)
         return probs
 
 
@@ -69,14 +78,16 @@ def largest(logits: Tensor) -> Tensor:
     return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
 
 
-def truncate_(row: Tensor, top_k: int, top_p: float) -> None:
-    """Takes from the law `row` [V], in place, what top-k and then top-p drop, and renormalises it."""
+def truncate_(row: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> None:
+    """Takes from the law `row` [V], in place, what top-k, top-p and then min-p drop, and renormalises it."""
     head = None
     if 0 < top_k < len(row):
         head = descending(row, top_k)
         keep_from_(row, head[-1])
     if top_p < 1:
         keep_from_(row, nucleus_floor(row, head, top_p * float(row.sum())))
+    if min_p:
+        keep_from_(row, (row.max() * min_p).numpy(force=True).flat[0])
     row.div_(row.sum())
 
 

@@ -19,9 +19,10 @@ from torch import nn
 
 from configs.schema import Config
 from data.tokens import Prompt
-from decoding.decoder import Decoder, Generation, Params
-from decoding.drafters import build_drafter
+from decoding.build import build_decoder
+from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
+from decoding.sequence import Generation, Params
 from eval.generate import generate
 from eval.machine import Contention, PeakMemory
 from eval.rows import Conditions, Divergence, Pair, Run
@@ -41,7 +42,7 @@ class Bench:
         self.method = str(draft.method)
         self.decoders = {
             "plain": Decoder(target, PlainDrafter()),
-            "draft": Decoder(target, build_drafter(draft, config.decode.proposal, target.eos_ids)),
+            "draft": build_decoder(target, draft, config.decode),
         }
 
     def conditions(self) -> Conditions:

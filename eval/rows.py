@@ -25,7 +25,7 @@ from decoding.acceptance import (
     conditional_acceptance,
     mean_acceptance_length,
 )
-from decoding.decoder import Round
+from decoding.sequence import Round
 
 Interval = list[float] | None
 

@@ -81,7 +81,7 @@ def load_draft(folder: Path, target: Target, dtype: torch.dtype | None = None) -
     refuse_misfit(state, draft.state_dict(), folder / WEIGHTS)
     refuse_nan(state, str(folder / WEIGHTS))
     draft.load_state_dict(state)
-    return draft.to(dtype or target.dtype).eval()
+    return draft.to(dtype or target.dtype).eval().requires_grad_(False)
 
 
 def identity(target: Target) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The target: the frozen model whose law counts, behind the few things that the other rooms need of it.
 
 Any Hugging Face causal language model (a hub name, a folder, a GGUF file) whose head is one linear map of its
-last hidden state and whose cache is plain full attention. Both are proved when it is loaded, because a model
-for which they do not hold would decode and train without an error, and wrongly.
+last hidden state and whose layers attend to all of the text, or to a window that the text stays within. Both
+are proved when it is loaded, because a model for which they do not hold would decode and train without an
+error, and wrongly.
 
 Layers are counted as in HF's `hidden_states` (design.md, idea 4): 0 is the embedding output, i the input of
 decoder layer i, and the number of layers is the last hidden state, after the final norm.
@@ -21,11 +22,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from configs.errors import TargetError
 from configs.schema import TargetConfig
 from models.files import write_folder
+from models.packing import pack
 
 # What decides how weights become logits, and is not in the weights.
 ESSENTIALS = (
@@ -74,9 +76,9 @@ class Target:
         self.name = name
         self.revision = revision
         self.config = model.config.get_text_config(decoder=True)
-        self.decoder = find_decoder(model, name)
+        self.decoder, self.layers = find_decoder(model, name)
         self.head = find_head(model, name)
-        self.num_layers: int = len(self.decoder.layers)
+        self.num_layers: int = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.head.weight.shape[0]
         self.eos_ids = find_eos(model, tokenizer)
@@ -118,6 +120,8 @@ class Target:
         model, report = loaded
         refuse_incomplete(report, described(cfg))
         target = cls(model, tokenizer, cfg.name, cfg.revision)
+        if cfg.pack:
+            pack(target.model)
         target.check()
         return target
 
@@ -127,6 +131,16 @@ class Target:
         target = cls(model, tokenizer, name)
         target.check()
         return target
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a layer with a sliding window attends to; None if all layers attend to everything.
+
+        Texts must fit in it: a tree's mask says nothing of windows, and rows of K/V are kept.
+        """
+        layers = DynamicCache(config=self.model.config).layers
+        windows = [layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
+        return min(windows, default=None)
 
     @property
     def device(self) -> torch.device:
@@ -195,7 +209,7 @@ class Target:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             caught[layer] = args[0] if args else kwargs["hidden_states"]
 
-        return self.decoder.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
+        return self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
 
     def _as_attention(self, mask: Tensor) -> Tensor:
         """The boolean mask in the form that the target's attention takes."""
@@ -246,11 +260,12 @@ class Target:
             raise TargetError(
                 f"Target {self.name} has a cache of a kind unknown here: {first_line(error)}"
             ) from error
-        kinds = sorted({type(layer).__name__ for layer in layers if type(layer) is not DynamicLayer})
+        full = (DynamicLayer, DynamicSlidingWindowLayer)  # the latter as long as the text fits its window
+        kinds = sorted({type(layer).__name__ for layer in layers if type(layer) not in full})
         if kinds:
             raise TargetError(
                 f"Target {self.name} keeps cache layers of type {', '.join(kinds)}, which cannot drop "
-                "rejected tokens: only full attention can. Use a target without sliding-window, linear or "
+                "rejected tokens: only attention over kept rows can. Use a target without linear or "
                 "recurrent layers."
             )
 
@@ -364,15 +379,16 @@ def write_target(source: TargetConfig, folder: Path) -> None:
     write_folder(folder, write)
 
 
-def find_decoder(model: Any, name: str) -> Any:
-    """The stack of decoder layers below the head."""
+def find_decoder(model: Any, name: str) -> tuple[Any, nn.ModuleList]:
+    """What stands below the head, and its layers."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    if decoder is None or not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+    layers = getattr(decoder, "layers", getattr(decoder, "h", None))  # GPT-2 and its kin say h
+    if not isinstance(layers, nn.ModuleList):
         raise TargetError(
             f"Target {name} ({type(model).__name__}) has no decoder with a list of layers, where hidden "
             "states are tapped. Use a decoder-only model such as Llama, Qwen, Mistral or SmolLM."
         )
-    return decoder
+    return decoder, layers
 
 
 def find_head(model: Any, name: str) -> Any:

@@ -26,8 +26,8 @@ from decoding.acceptance import (
     bootstrap_ratio,
     mean_acceptance_length,
 )
-from decoding.decoder import Decoder, Generation, Params
-from decoding.drafters import build_drafter
+from decoding.build import build_decoder
+from decoding.sequence import Generation, Params
 from models import draft_class
 from models.target import Target
 from train.features import Online
@@ -47,7 +47,7 @@ def measure(
     greedy = replace(Params.of(config.decode, config.seed), temperature=0.0, stop=())
     params = replace(greedy, max_new_tokens=config.trainer.eval_new_tokens)
     draft = deployed(objective.draft, target)
-    decoder = Decoder(target, build_drafter(draft, params.proposal, target.eos_ids))
+    decoder = build_decoder(target, draft, config.decode)
     generations = [decoder.generate(prompt.ids, params) for prompt in prompts]
     walks, uniform = estimate(objective, draft, target, prompts, generations, params)
     return compare(generations, walks, params, config.seed) | {"uniform": uniform}

@@ -1,22 +1,21 @@
-"""What every drafter is: something that proposes a token tree after the pending token, and says how it chose.
+"""What every drafter is: something that proposes token trees after pending tokens, and says how it chose.
 
-The decoder knows drafters only through `Drafter`. A method `x` proposes in `decoding/drafters/x.py`, whose
-`build(draft, proposal, eos_ids)` makes the drafter for the network of `models/x.py`.
+The decoder knows drafters only through `Drafter`. A method `x` proposes in `decoding/drafters/x.py`. One that
+drafts with a network over its own cache, whether an EAGLE head or a small language model, is a `Reader`
+(decoding/reader.py) and leaves how its tree grows to decoding/growth.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from importlib import import_module
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from configs.schema import Proposal as Mode
+from decoding.law import Law
 from decoding.randomness import Randomness
 from decoding.tree import TokenTree
-from decoding.warp import Warp
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,10 @@ class Seen:
     """What the target has committed since the last proposal: the prompt at first, then each round's path."""
 
     start: int  # absolute position of tokens[0]
-    tokens: Tensor  # long [n]; their K/V rows have just been committed in the target's cache
+    tokens: list[int]  # n ids; their K/V rows have just been committed in the target's cache
     pending: int  # the token at position start + n, which the target has not read yet
     taps: Tensor  # [n, n_taps * d]: the target's tapped states at `tokens`
+    choices: list[int] | None = None  # the target's argmax at each node of the last tree, where asked for
 
     @property
     def position(self) -> int:
@@ -35,31 +35,64 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One sequence's turn to be drafted for."""
+
+    state: Any  # what `begin` gave for this sequence
+    seen: Seen
+    budget: int  # the tree's depth at most, >= 1
+    law: Law
+    randomness: Randomness
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Children of one node that were drawn from one law, in the order of drawing."""
+
+    law: Tensor  # [V], or [Vd] over `ids`: the very law that was drawn from, since acceptance divides by it
+    children: tuple[int, ...]  # nodes; with replacement a node stands here as often as it was drawn
+    ids: Tensor | None = None  # long [Vd], the target id of each entry; None: the entries are the target's
+    replacement: bool = False
+
+    def over(self, vocab: int) -> Tensor:
+        """The law [V] over the target's vocabulary; zero where the draft has no id."""
+        if self.ids is None or len(self.law) == vocab:
+            return self.law
+        return self.law.new_zeros(vocab).index_copy_(0, self.ids, self.law)
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A tree rooted at the pending token, and how its nodes were chosen.
 
-    q[node] is the full law [V] that the node's children were drawn from, without replacement and in their
-    order. It must be the very law that was drawn from: acceptance divides by it. A node absent from q, or
-    every node if q is None, has children chosen deterministically.
+    draws[node]: groups of the node's children, tried group after group. Children in no group were chosen
+    deterministically, and are tried last, as siblings stand.
     """
 
     tree: TokenTree
-    q: Mapping[int, Tensor] | None = None
+    draws: Mapping[int, Sequence[Draws]] = field(default_factory=dict[int, Sequence[Draws]])
     seconds: float = 0.0  # spent in the draft's forwards
     forwards: int = 0
+    stopped: str = "budget"  # why no more was drafted
+    chain: bool = False  # a chain whatever was drawn, not by chance: block verification may judge it whole
 
 
 class Drafter(Protocol):
-    """One sequence at a time: `begin`, then `propose` once a round with everything committed since."""
+    """`begin` once for each sequence, `propose` once a round for those being decoded, `end` when one ends."""
 
     taps: tuple[int, ...]  # the target layers (HF hidden_states indices) whose states `Seen` brings
+    wants_choices: bool  # whether `Seen` should bring the target's argmax at every node
 
-    def begin(self) -> None:
-        """Forgets the sequence before."""
+    def begin(self) -> Any:
+        """The state of a new sequence."""
         ...
 
-    def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
-        """A tree of depth at most `budget` >= 1.
+    def end(self, state: Any) -> None:
+        """The sequence is over, or was left."""
+        ...
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        """One tree for each turn.
 
         Which nodes stand where may depend on anything known before a token was drawn, or on the drawn token
         if it is kept; a drawn token must not be dropped or reordered for what it is, or the target's law is
@@ -68,6 +101,20 @@ class Drafter(Protocol):
         ...
 
 
-def build_drafter(draft: nn.Module, proposal: Mode, eos_ids: Iterable[int] = ()) -> Drafter:
-    """The drafter of a loaded draft network. Nothing is proposed after one of `eos_ids`."""
-    return import_module(f"decoding.drafters.{draft.method}").build(draft, proposal, frozenset(eos_ids))
+class EachAlone:
+    """The base of drafters that compute nothing together: `one` proposes for one turn."""
+
+    taps: tuple[int, ...] = ()
+    wants_choices = False
+
+    def begin(self) -> Any:
+        return None
+
+    def end(self, state: Any) -> None:
+        pass
+
+    def propose(self, turns: Sequence[Turn]) -> list[Proposal]:
+        return [self.one(turn) for turn in turns]
+
+    def one(self, turn: Turn) -> Proposal:
+        raise NotImplementedError

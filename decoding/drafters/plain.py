@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from decoding.drafters import Proposal, Seen
-from decoding.randomness import Randomness
+from decoding.drafters import EachAlone, Proposal, Turn
 from decoding.tree import TokenTree
-from decoding.warp import Warp
 
 
-class PlainDrafter:
-    taps: tuple[int, ...] = ()
-
-    def begin(self) -> None:
-        pass
-
-    def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
-        return Proposal(TokenTree.chain(seen.pending))
+class PlainDrafter(EachAlone):
+    def one(self, turn: Turn) -> Proposal:
+        return Proposal(TokenTree.chain(turn.seen.pending))

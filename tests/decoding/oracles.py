@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from decoding.drafters import Proposal, Seen
-from decoding.randomness import Randomness
+from decoding.drafters import EachAlone, Proposal, Turn
 from decoding.tree import TokenTree
-from decoding.warp import Warp
 
 
-class Oracle:
+class Oracle(EachAlone):
     """Drafts `script` (the whole sequence, prompt included), or another token at the positions that `wrong`
     names."""
 
@@ -25,18 +23,15 @@ class Oracle:
         self.taps = taps
         self.budgets: list[int] = []
 
-    def begin(self) -> None:
-        self.budgets = []
-
     def token(self, position: int) -> int:
         """Past the script's end, token 0."""
         right = self.script[position] if position < len(self.script) else 0
         return (right + 1) % 4 if self.wrong(position) else right
 
-    def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
-        self.budgets.append(budget)
-        ids = [self.token(seen.position + depth) for depth in range(1, budget + 1)]
-        return Proposal(TokenTree.chain(seen.pending, ids))
+    def one(self, turn: Turn) -> Proposal:
+        self.budgets.append(turn.budget)
+        ids = [self.token(turn.seen.position + depth) for depth in range(1, turn.budget + 1)]
+        return Proposal(TokenTree.chain(turn.seen.pending, ids))
 
 
 class Bush(Oracle):
@@ -47,8 +42,8 @@ class Bush(Oracle):
           \\ 4 - ...
     """
 
-    def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
-        chain = super().propose(seen, budget, warp, randomness).tree.tokens
+    def one(self, turn: Turn) -> Proposal:
+        chain = super().one(turn).tree.tokens
         tokens, parent = [chain[0]], [-1]
         for depth, token in enumerate(chain[1:]):
             tokens += [(token + 1) % 4, token]

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from decoding.decoder import Decoder, Params
+from decoding.decoder import Decoder, Request
 from decoding.randomness import Key
-from decoding.warp import Warp
+from decoding.sequence import Params
 
 Law = dict[tuple[int, ...], float]
 T = TypeVar("T")
@@ -78,27 +78,60 @@ def decoded_law(target: Any, drafter: Any, prompt: list[int], params: Params, ke
     return law_of(lambda replay: tuple(decoder.generate(prompt, params, replay).tokens), key_once)
 
 
+def batched_law(target: Any, drafter: Any, prompts: list[list[int]], params: Params) -> dict[Any, float]:
+    """The joint law of what a batch of all `prompts` emits, each sequence with chances of its own."""
+    decoder = Decoder(target, drafter, batch_size=len(prompts))
+
+    def play(replay: Replay) -> tuple[tuple[int, ...], ...]:
+        requests = [Request(p, params, randomness=Lane(replay, i)) for i, p in enumerate(prompts)]
+        return tuple(tuple(done.tokens) for done in decoder.generate_all(requests))
+
+    return law_of(play)
+
+
+class Lane:
+    """One sequence's part of a replay: its keys are its own."""
+
+    def __init__(self, replay: Replay, index: int) -> None:
+        self.replay = replay
+        self.index = index
+
+    def accept(self, probability: float, key: Key) -> bool:
+        return self.replay.accept(probability, self.own(key))
+
+    def draw(self, probs: Tensor, key: Key) -> int:
+        return self.replay.draw(probs, self.own(key))
+
+    def own(self, key: Key) -> Key:
+        return key._replace(position=1000 * self.index + key.position)
+
+
 def plain_law(
-    logits: Callable[[tuple[int, ...]], Tensor],
-    prompt: list[int],
-    length: int,
-    warp: Warp,
-    eos: frozenset[int],
+    logits: Callable[[tuple[int, ...]], Tensor], prompt: list[int], params: Params, eos: frozenset[int]
 ) -> Law:
     """What the decoder's law must be: p(x1) p(x2 | x1) ..., each from the logits [V] after the whole
     prefix."""
     law: Law = {}
 
     def extend(tokens: tuple[int, ...], mass: float) -> None:
-        if len(tokens) == length or (tokens and tokens[-1] in eos):
+        if len(tokens) == params.max_new_tokens or (tokens and tokens[-1] in eos):
             law[tokens] = mass
             return
-        for token, p in enumerate(warp(logits((*prompt, *tokens))).tolist()):
+        scores = penalised(logits((*prompt, *tokens)), {*prompt, *tokens}, params.repetition_penalty)
+        for token, p in enumerate(params.warp(scores).tolist()):
             if p > 0:
                 extend((*tokens, token), mass * p)
 
     extend((), 1.0)
     return law
+
+
+def penalised(logits: Tensor, text: set[int], penalty: float) -> Tensor:
+    """Written out id by id, independently of the decoder's."""
+    made = logits.clone()
+    for token in text:
+        made[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    return made
 
 
 def total_variation(a: Law, b: Law) -> float:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from configs.schema import Proposal as Mode
 from decoding.decoder import Decoder
-from decoding.drafters import Proposal, Seen
+from decoding.drafters import Draws, EachAlone, Proposal, Turn
+from decoding.law import Law
 from decoding.randomness import Key, Purpose, Randomness
 from decoding.tree import TokenTree
 from decoding.verify import without
-from decoding.warp import Warp
 from models.target import TargetOutput
 
 CHAIN = [-1, 0, 1]  # 0 - 1 - 2
@@ -38,39 +38,54 @@ class Table:
 class TableTarget:
     """Stands for `Target`. It writes (token, position) into the cache as K/V rows and reads each row's prefix
     back through the mask: a row that is missing, moved wrongly, wrongly masked or at a wrong position fails
-    or shows."""
+    or shows. Its last hidden states are its logits."""
 
     device = torch.device("cpu")
     tokenizer = None
+    window = None
+    num_layers = 1
 
     def __init__(self, vocab: int, seed: int = 0, eos: Sequence[int] = ()) -> None:
-        self.vocab = vocab
+        self.vocab = self.vocab_size = vocab
         self.table = Table(vocab, seed)
         self.eos_ids = frozenset(eos)
 
     def logits(self, prefix: tuple[int, ...]) -> Tensor:
         return self.table(prefix)
 
+    def lm_head(self, hidden: Tensor) -> Tensor:
+        return hidden
+
     def forward(
         self,
         input_ids: Tensor,
         *,
-        positions: Tensor | None = None,
+        positions: Tensor,
         mask: Tensor | None = None,
         cache: Any = None,
         taps: tuple[int, ...] = (),
-        last_logits_only: bool = False,
+        logits: bool = True,
     ) -> TargetOutput:
-        start, new = cache.length, input_ids.shape[1]
-        if positions is None:
-            positions = torch.arange(start, start + new)[None]
-        if mask is None:
-            assert new == 1 or start == 0
-            mask = torch.ones(1, 1, new, start + new, dtype=torch.bool).tril(start)
-        rows = torch.stack([input_ids, positions], dim=-1)[:, None].double()  # [1, 1, new, 2]
+        new = input_ids.shape[1]
+        rows = torch.stack([input_ids, positions], dim=-1)[:, None].double()  # [B, 1, new, 2]
         stored, _ = cache.update(rows, rows, 0)
-        logits = torch.stack([self.logits(prefix(stored[0, 0][visible])) for visible in mask[0, 0]])[None]
-        return TargetOutput(logits[:, -1:] if last_logits_only else logits, torch.zeros(1, new, 1), None)
+        if mask is None:
+            assert new == 1 or stored.shape[2] == new
+            mask = torch.ones(1, 1, new, stored.shape[2], dtype=torch.bool).tril(stored.shape[2] - new)
+            mask = mask.expand(len(input_ids), -1, -1, -1)
+        made = [
+            torch.stack([self.after(held[0][visible]) for visible in seen[0]])
+            for held, seen in zip(stored, mask, strict=True)
+        ]
+        hidden = torch.stack(made)
+        return TargetOutput(hidden if logits else None, hidden, None)
+
+    def after(self, rows: Tensor) -> Tensor:
+        """Logits after rows [n, 2]; of padding, which sees itself alone or what is padding too, anything."""
+        try:
+            return self.logits(prefix(rows))
+        except (AssertionError, IndexError):
+            return torch.full((self.vocab,), torch.nan, dtype=torch.float64)
 
 
 def prefix(rows: Tensor) -> tuple[int, ...]:
@@ -80,11 +95,9 @@ def prefix(rows: Tensor) -> tuple[int, ...]:
     return tuple(token for _, token in ordered)
 
 
-class TableDrafter:
+class TableDrafter(EachAlone):
     """Proposes a tree of a fixed shape (parents of nodes), cut to the budget; by the table's law over
     `ids`."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -98,50 +111,49 @@ class TableDrafter:
         self.mode = mode
         self.parent = list(parent)
         self.outside = [i for i in range(vocab) if ids is not None and i not in ids]
-        self.begin()
 
-    def begin(self) -> None:
-        self.committed: list[int] = []
+    def begin(self) -> list[int]:
+        return []
 
-    def law(self, prefix: Sequence[int], warp: Warp) -> Tensor:
-        return warp(
-            self.table(prefix).index_fill(0, torch.tensor(self.outside, dtype=torch.long), -torch.inf)
-        )
+    def law(self, prefix: Sequence[int], law: Law, path: Sequence[int]) -> Tensor:
+        logits = self.table(prefix).index_fill(0, torch.tensor(self.outside, dtype=torch.long), -torch.inf)
+        return law(logits, path)
 
-    def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
-        assert seen.start == len(self.committed)
-        self.committed += seen.tokens.tolist()
+    def one(self, turn: Turn) -> Proposal:
+        committed, seen = turn.state, turn.seen
+        assert seen.start == len(committed)
+        committed += seen.tokens
         shape = TokenTree([0] * len(self.parent), self.parent)
-        prefixes = {0: [*self.committed, seen.pending]}  # of the nodes that could be made
-        tokens, parent, q = [seen.pending], [-1], {}
+        paths: dict[int, list[int]] = {0: []}  # of the nodes that could be made
+        tokens, parent, draws = [seen.pending], [-1], {}
         names = {0: 0}  # node of the shape -> node of the tree
         for node in range(len(shape)):
-            children = [child for child in shape.children(node) if shape.depth[child] <= budget]
+            children = [child for child in shape.children(node) if shape.depth[child] <= turn.budget]
             if node not in names or not children:
                 continue
-            law = self.law(prefixes[node], warp)
-            if self.mode is Mode.sampled:
-                q[names[node]] = law
+            law = self.law([*committed, seen.pending, *paths[node]], turn.law, paths[node])
+            made, left = [], law
             for child in children:
-                if not law.sum() > 0:
+                if not left.sum() > 0:
                     break
-                token = self.pick(law, Key(seen.position, Purpose.propose, child), randomness)
+                token = self.pick(left, Key(seen.position, Purpose.propose, child), turn.randomness)
                 names[child] = len(tokens)
-                prefixes[child] = [*prefixes[node], token]
+                paths[child] = [*paths[node], token]
+                made.append(len(tokens))
                 tokens.append(token)
                 parent.append(names[node])
-                left = without(law, token)
-                assert left is not None
-                law = left
-        return Proposal(TokenTree(tokens, parent), q if self.mode is Mode.sampled else None)
+                left = without(left, token)
+            if self.mode is Mode.sampled:
+                draws[names[node]] = [Draws(law, tuple(made))]
+        return Proposal(TokenTree(tokens, parent), draws, chain=shape.is_chain)
 
     def pick(self, law: Tensor, key: Key, randomness: Randomness) -> int:
         return randomness.draw(law, key) if self.mode is Mode.sampled else int(law.argmax())
 
 
-def decoder_of(target: Any, drafter: Any) -> Decoder:
+def decoder_of(target: Any, drafter: Any, batch_size: int = 1) -> Decoder:
     """A decoder of stand-ins, which a type checker would refuse."""
-    return Decoder(target, drafter)
+    return Decoder(target, drafter, batch_size)
 
 
 class ForcedTarget(TableTarget):

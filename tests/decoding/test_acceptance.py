@@ -11,7 +11,7 @@ from decoding.acceptance import (
     conditional_acceptance,
     mean_acceptance_length,
 )
-from decoding.decoder import Round
+from decoding.sequence import Round
 
 
 def rounds(*pairs: tuple[int, int]) -> list[Round]:

@@ -11,12 +11,11 @@ import torch
 
 from configs.errors import ConfigError, TrafficError
 from configs.schema import DecodeConfig
-from configs.schema import Proposal as Mode
-from decoding.decoder import Decoder, Generation, Params, Round
-from decoding.drafters import Proposal, Seen, build_drafter
+from decoding.build import build_drafter
+from decoding.decoder import Decoder, Emitted, Request
+from decoding.drafters import Proposal, Seen, Turn
 from decoding.drafters.plain import PlainDrafter
-from decoding.randomness import Randomness
-from decoding.warp import Warp
+from decoding.sequence import Generation, Params, Round
 from models.eagle3 import Eagle3
 from models.target import Target
 from tests.decoding.oracles import Bush, Oracle
@@ -52,7 +51,7 @@ def prompts(n: int, vocab: int = 64) -> list[list[int]]:
 
 @pytest.mark.parametrize("draft_tokens", [1, 4])
 def test_greedy_is_generate_under_a_draft(target: Target, draft: Eagle3, draft_tokens: int) -> None:
-    decoder = Decoder(target, build_drafter(draft, Mode.sampled, target.eos_ids))
+    decoder = Decoder(target, build_drafter(target, draft, DecodeConfig()))
     for prompt in prompts(12):
         ours = decoder.generate(prompt, params(draft_tokens=draft_tokens, max_new_tokens=20))
         assert ours.tokens == generated(target, prompt, 20)
@@ -167,7 +166,7 @@ def test_without_draft_tokens_the_drafter_is_left_alone() -> None:
     class Refuses(PlainDrafter):
         taps = (1,)  # which the stand-in could not give
 
-        def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
+        def one(self, turn: Turn) -> Proposal:
             raise AssertionError
 
     target = ForcedTarget(SCRIPT, 40)
@@ -178,16 +177,15 @@ def test_without_draft_tokens_the_drafter_is_left_alone() -> None:
 def test_drafter_sees_everything_committed_once() -> None:
     class Watches(Oracle):
         def begin(self) -> None:
-            super().begin()
             self.seen: list[Seen] = []
 
-        def propose(self, seen: Seen, budget: int, warp: Warp, randomness: Randomness) -> Proposal:
-            self.seen.append(seen)
-            return super().propose(seen, budget, warp, randomness)
+        def one(self, turn: Turn) -> Proposal:
+            self.seen.append(turn.seen)
+            return super().one(turn)
 
     drafter = Watches(SCRIPT, wrong=lambda position: position == 5)  # drafts 14 instead of 13
     decoder_of(ForcedTarget(SCRIPT, 40), drafter).generate([1, 2], params(draft_tokens=3, max_new_tokens=6))
-    assert [(seen.start, seen.tokens.tolist(), seen.pending) for seen in drafter.seen] == [
+    assert [(seen.start, seen.tokens, seen.pending) for seen in drafter.seen] == [
         (0, [1, 2], 10),
         (2, [10, 11, 12], 13),  # 13 replaced the wrong draft and is pending
     ]
@@ -202,27 +200,46 @@ def test_tokens_come_as_they_are_made() -> None:
     assert 0 < done.prefill_seconds <= done.ttft <= done.emitted_at[0] <= done.emitted_at[1] == done.seconds
 
 
-def test_stream_says_what_was_drafted() -> None:
+def test_stream_says_what_was_drafted_and_how_likely_it_was() -> None:
     decoder = decoder_of(ForcedTarget(SCRIPT, 40), Oracle(SCRIPT))
-    tokens = list(decoder.stream([1, 2], params(draft_tokens=2, max_new_tokens=5)))
-    assert tokens == [(10, False), (11, True), (12, True), (13, False), (14, False)]
+    stream = list(decoder.stream(Request([1, 2], params(draft_tokens=2, max_new_tokens=5))))
+    assert [(e.token, e.from_draft) for e in stream] == [
+        (10, False),
+        (11, True),
+        (12, True),
+        (13, False),
+        (14, False),
+    ]
+    # One logit of 50 beside 39 of 0, at temperature 0 as at any.
+    assert [e.logprob for e in stream] == pytest.approx([0] * 5, abs=1e-6)
+
+
+def test_logprobs_are_the_targets_before_the_warp(target: Target, draft: Eagle3) -> None:
+    decoder = Decoder(target, build_drafter(target, draft, DecodeConfig()))
+    settings = params(draft_tokens=3, max_new_tokens=12, temperature=0.5, top_k=4)
+    stream: list[Emitted] = list(decoder.stream(Request([5, 6, 7], settings)))
+    tokens = [e.token for e in stream]
+    logits = target.model(torch.tensor([[5, 6, 7, *tokens]])).logits[0, 2:-1]
+    expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
+    assert [e.logprob for e in stream] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_stream_left_midway_leaves_nothing_behind(target: Target, draft: Eagle3) -> None:
-    decoder = Decoder(target, build_drafter(draft, Mode.sampled, target.eos_ids))
+    decoder = Decoder(target, build_drafter(target, draft, DecodeConfig()))
     settings = params(draft_tokens=3, max_new_tokens=12, temperature=1.0)
     whole = decoder.generate([5, 6, 7], settings).tokens
-    stream = decoder.stream([9, 9, 9, 9], settings)
+    stream = decoder.stream(Request([9, 9, 9, 9], settings))
     for _ in range(3):
         next(stream)
     assert torch.is_inference_mode_enabled() is False
+    assert decoder.generate([5, 6, 7], settings).tokens == whole  # beside it, in a slot of its own
+    stream.close()
+    assert decoder.cache.lengths == [0, 0]
     assert decoder.generate([5, 6, 7], settings).tokens == whole
-    with pytest.raises(RuntimeError, match="another sequence"):
-        list(stream)
 
 
 def test_draft_still_trains_after_decoding(target: Target, draft: Eagle3) -> None:
-    Decoder(target, build_drafter(draft, Mode.sampled)).generate([5, 6], params(max_new_tokens=8))
+    Decoder(target, build_drafter(target, draft, DecodeConfig())).generate([5, 6], params(max_new_tokens=8))
     state = draft(torch.zeros(1, 2, target.hidden_size), torch.tensor([[5, 6]]), torch.arange(2)[None])
     draft.logits(state).sum().backward()
     assert draft.fc.weight.grad is None  # the features were given
@@ -248,12 +265,6 @@ def sampled(seed: int) -> list[int]:
 def test_same_seed_same_output_and_draws_differ_between_positions() -> None:
     assert sampled(0) == sampled(0) != sampled(1)
     assert len(set(sampled(0))) > 20  # of 30 draws from 64 tokens, 24 differ on average
-
-
-def test_proposal_must_be_the_drafters(target: Target, draft: Eagle3) -> None:
-    decoder = Decoder(target, build_drafter(draft, Mode.greedy))
-    with pytest.raises(ConfigError, match="built for greedy"):
-        decoder.generate([5], params(proposal=Mode.sampled))
 
 
 def test_empty_prompt_is_refused() -> None:

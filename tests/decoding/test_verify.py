@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoding.drafters import Proposal
+from decoding.drafters import Draws, Proposal
 from decoding.randomness import Key, Purpose, Seeded
 from decoding.tree import TokenTree
 from decoding.verify import follow, residual, verify, without
@@ -79,20 +79,20 @@ def test_sampled_children_without_replacement() -> None:
     # is 0 1/6 0 2/6, again 0 1/3 0 2/3.
     tree = TokenTree([9, 0, 2], [-1, 0, 0])
     chance = Scripted(False, False)
-    verify(Proposal(tree, {0: Q}), lambda node: P, chance, position=0)
+    verify(Proposal(tree, {0: [Draws(Q, (1, 2))]}), lambda node: P, chance, position=0)
     assert chance.asked == pytest.approx([0.25, 0])
     assert chance.drawn_from == pytest.approx([0, 1 / 3, 0, 2 / 3])
 
 
 def test_sampled_child_likelier_under_the_target_is_certain() -> None:
     chance = Scripted(True)
-    verify(Proposal(TokenTree.chain(9, [3]), {0: Q}), lambda node: P, chance, position=0)
+    verify(Proposal(TokenTree.chain(9, [3]), {0: [Draws(Q, (1,))]}), lambda node: P, chance, position=0)
     assert chance.asked == pytest.approx([2.0])  # .4 / .2; 1 or more always holds
 
 
 def test_nodes_without_a_law_are_deterministic() -> None:
     chance = Scripted(True, True)
-    verify(Proposal(TokenTree.chain(9, [3, 2]), {0: Q}), lambda node: P, chance, position=0)
+    verify(Proposal(TokenTree.chain(9, [3, 2]), {0: [Draws(Q, (1,))]}), lambda node: P, chance, position=0)
     assert chance.asked == pytest.approx([2.0, 0.3])
 
 
@@ -113,8 +113,9 @@ def test_forbidden_token_is_refused_even_by_the_smallest_number() -> None:
             return probability > 0.0
 
     law = torch.tensor([0.5, 0.5, 0.0])
-    for q in (None, {0: torch.tensor([0.0, 0.0, 1.0])}, {0: torch.tensor([0.5, 0.5, 0.0])}):
-        verdict = verify(Proposal(TokenTree.chain(0, [2]), q), lambda node: law, Zero(), position=0)
+    for q in (None, torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.0])):
+        draws = {} if q is None else {0: [Draws(q, (1,))]}
+        verdict = verify(Proposal(TokenTree.chain(0, [2]), draws), lambda node: law, Zero(), position=0)
         assert verdict.path == (0,)
 
 
@@ -125,10 +126,36 @@ def test_residual_without_mass_falls_back_to_p() -> None:
 
 
 def test_exhausted_draft_law_stays_finite() -> None:
-    left = without(torch.tensor([0.0, 1.0]), 1)
-    assert left is not None
-    assert left.tolist() == [0, 0]
-    assert without(None, 1) is None
+    assert without(torch.tensor([0.0, 1.0]), 1).tolist() == [0, 0]
+
+
+def test_drawn_with_replacement_is_tried_as_often_as_drawn() -> None:
+    # Token 0 drawn twice from Q, then token 3: p(0)/q(0) = .1/.4; after the refusal max(p - q, 0) is 0 .1 0
+    # .2, that is 0 1/3 0 2/3, so the second trial has 0; again p - q leaves 0 .2333 0 .4667, the same law;
+    # and token 3, still with q = .2, has 2/3 / .2.
+    tree = TokenTree([9, 0, 3], [-1, 0, 0])
+    chance = Scripted(False, False, True)
+    drawn = Draws(Q, (1, 1, 2), replacement=True)
+    verdict = verify(Proposal(tree, {0: [drawn]}), lambda node: P, chance, position=0)
+    assert chance.asked == pytest.approx([0.25, 0, 10 / 3])
+    assert verdict.path == (0, 2)
+
+
+def test_groups_are_tried_one_after_the_other_each_with_its_law() -> None:
+    # Token 0 from Q, refused: 0 1/3 0 2/3 is left. Then token 1, from another drafter's flat law: 1/3 / .25.
+    # Node 3, in no group, comes last whatever its number.
+    tree = TokenTree([9, 3, 0, 1], [-1, 0, 0, 0])
+    chance = Scripted(False, False, False)
+    groups = [Draws(Q, (2,)), Draws(torch.full((4,), 0.25, dtype=torch.float64), (3,))]
+    verify(Proposal(tree, {0: groups}), lambda node: P, chance, position=0)
+    # After the second refusal: max(p - .25, 0) is 0 .0833 0 .4167, so token 3 has 5/6.
+    assert chance.asked == pytest.approx([0.25, 4 / 3, 5 / 6])
+    assert chance.drawn_from == pytest.approx([0, 1, 0, 0])
+
+
+def test_a_drafts_own_vocabulary_is_spread_over_the_targets() -> None:
+    draws = Draws(torch.tensor([0.25, 0.75]), (1,), torch.tensor([0, 3]))
+    assert draws.over(4).tolist() == [0.25, 0, 0, 0.75]
 
 
 def test_following_certain_laws_is_verifying_them() -> None:

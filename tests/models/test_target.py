@@ -216,10 +216,10 @@ def test_a_tokenizer_larger_than_the_head_is_refused() -> None:
         Target.wrap(tiny_model(vocab=64), tiny_tokenizer(vocab=80))
 
 
-def test_sliding_window_caches_are_refused_by_name() -> None:
+def test_sliding_window_is_told() -> None:
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16))
-    with pytest.raises(TargetError, match="DynamicSlidingWindowLayer"):
-        Target.wrap(model, tiny_tokenizer())
+    assert Target.wrap(model, tiny_tokenizer()).window == 16
+    assert Target.wrap(tiny_model(), tiny_tokenizer()).window is None
 
 
 def test_scaled_logits_are_refused_by_name() -> None:

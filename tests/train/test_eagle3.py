@@ -89,7 +89,7 @@ def sequential(draft: Eagle3, batch: Batch, steps: int) -> Tensor:
     tokens, g = batch.tokens, draft.fuse(batch.taps)
     found = []
     for j in range(tokens.shape[1] - 1 - steps):
-        cache = DraftCache()
+        cache = DraftCache(draft.shape.layers)
         state = draft(g[:, : j + 1], tokens[:, 1 : j + 2], torch.arange(j + 1)[None], cache.attend)[:, -1:]
         states = [state]
         for i in range(1, steps):
