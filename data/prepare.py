@@ -120,9 +120,8 @@ def split(
             heldout.append(one)
         else:
             train.append(one)
-    train.sort(key=lambda one: one.identity)
     check_disjoint(train, heldout)
-    return named_apart(train), named_apart(evenly(heldout)), dropped
+    return named_apart(evenly(train)), named_apart(evenly(heldout)), dropped
 
 
 def unique(conversations: Iterable[Conversation], dropped: Counter[str]) -> Iterator[Conversation]:
