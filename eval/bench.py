@@ -23,6 +23,7 @@ from decoding.build import build_decoder
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Generation, Params
+from decoding.verify import lossless
 from eval.generate import generate
 from eval.machine import Contention, PeakMemory
 from eval.rows import Conditions, Divergence, Pair, Run
@@ -52,6 +53,7 @@ class Bench:
             dtype=dtype_name(self.target),
             draft_tokens=decode.draft_tokens,
             proposal=decode.proposal.value,
+            lossless=lossless(decode.verification),
             top_k=decode.top_k,
             top_p=decode.top_p,
             confidence=measured.confidence,

@@ -13,7 +13,16 @@ import torch
 from rich.console import Console
 
 from configs.errors import CheckpointError, StorageError, TrafficError
-from configs.schema import Config, DataConfig, DecodeConfig, Dtype, EvalConfig, MethodConfig, TargetConfig
+from configs.schema import (
+    Config,
+    DataConfig,
+    DecodeConfig,
+    Dtype,
+    EvalConfig,
+    MethodConfig,
+    TargetConfig,
+    Verification,
+)
 from data.tokens import Prompt, evenly
 from eval.bench import Bench, Partial, run_key, turns
 from eval.generate import generate
@@ -207,6 +216,13 @@ def test_both_ways_share_parameters_and_prompts_do_not_share_draws(config: Confi
     assert bench.params(one, 1.0, 0) == bench.params(one, 1.0, 0)
     assert bench.params(one, 1.0, 0).temperature == 1.0
     assert len({bench.params(p, 1.0, r).seed for p in (one, other) for r in (0, 1)}) == 4
+
+
+@pytest.mark.parametrize("verification", list(Verification))
+def test_lossy_verification_is_said_to_be(config: Config, target: Target, verification: Verification) -> None:
+    config.decode.verification = verification
+    lossless = Bench(config, target, tiny_draft(target)).conditions().lossless
+    assert lossless is (verification is not Verification.typical)
 
 
 def test_generate_sets_the_models_own_penalties_aside(target: Target) -> None:
