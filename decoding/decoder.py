@@ -219,11 +219,12 @@ class Batch:
         output = self.target.forward(cache=self.cache, taps=self.taps, **rows)
         target_seconds = self.clock() - forward_began
         assert output.logits is not None
-        emitted, commits = [], []
+        emitted, commits, paths = [], [], []
         for row, (decoding, proposal) in enumerate(zip(self.live, proposals, strict=True)):
             start, logits = decoding.start, output.logits[row]
             verdict = self.verify(decoding, proposal, logits, start)
             commits.append((decoding.slot, start, verdict.path))
+            paths.append(verdict.path)
             done = self.emit(decoding, proposal, verdict, logits)
             self.note(decoding, proposal, verdict, output, row)
             emitted.append(done)
@@ -233,8 +234,8 @@ class Batch:
             count = sum(len(run) for _, run, _ in emitted)
             self.decoder.governor.saw([proposal.stopped for proposal in proposals], count, ended - began)
         draft_seconds = max(proposal.seconds for proposal in proposals)
-        for decoding, proposal, (_, path), (_, run, accepted) in zip(
-            self.live, proposals, ((s, p) for s, _, p in commits), emitted, strict=True
+        for decoding, proposal, path, (_, run, accepted) in zip(
+            self.live, proposals, paths, emitted, strict=True
         ):
             generation = decoding.generation
             generation.rounds.append(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +34,41 @@ class Reading:
     parents: list[int] = field(default_factory=list)  # index of each one's parent among the nodes read; -1
     lines: list[list[int]] = field(default_factory=list)  # each one's ancestors among them, itself included
     states: list[Tensor] = field(default_factory=list)  # [d] after the root, then after each node read
+
+    def restart(self, states: list[Tensor]) -> None:
+        """A new round: the nodes of the last one are forgotten."""
+        self.tokens, self.parents, self.lines, self.states = [], [], [], states
+
+    def note(self, token: int, parent: int) -> list[int]:
+        """A node is read: its ancestors among the nodes read, itself included."""
+        line = [*(self.lines[parent] if parent >= 0 else []), len(self.lines)]
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.lines.append(line)
+        return line
+
+
+class Network(Protocol):
+    """What every draft network of models/ says of itself."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target layers whose states it takes, as HF hidden_states indices."""
+        ...
+
+    @property
+    def full_vocabulary(self) -> bool:
+        """Whether logits are over the target's own ids."""
+        ...
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """long [Vd]: the target id of each logit."""
+        ...
+
+
+def vocabulary_of(draft: Network, eos_ids: frozenset[int]) -> Vocabulary:
+    return Vocabulary.of(None if draft.full_vocabulary else draft.draft_ids, eos_ids)
 
 
 @dataclass(frozen=True)
@@ -98,22 +133,20 @@ class Reader:
         extent = self.cache.aim([reading.slot for reading in readings], length)
         starts = np.array([[new.start] for new in news])
         rows = starts + np.arange(length)
-        mask = None if len(turns) == 1 else np.arange(extent) <= rows[:, None, :, None]
         states = self.run(
             self.tensor([[*new.tokens, *[0] * (length - len(new.tokens))] for new in news]),
             self.tensor(rows),
-            mask if mask is None else torch.from_numpy(mask).to(self.device),
+            self.causal(rows, extent),
             padded([new.features for new in news], length),
         )
         for reading, new in zip(readings, news, strict=True):
             reading.committed = new.start + len(new.tokens)
             self.cache.commit(reading.slot, reading.committed)
-            reading.tokens, reading.parents, reading.lines = [], [], []
         last = (
             states[0, -1:] if len(turns) == 1 else states[range(len(news)), [len(n.tokens) - 1 for n in news]]
         )
         for reading, state in zip(readings, last, strict=True):
-            reading.states = [state]
+            reading.restart([state])
         return self.logits(last)
 
     def extend(self, levels: Sequence[Level]) -> list[Tensor]:
@@ -129,10 +162,7 @@ class Reader:
             first = len(reading.tokens)
             features.append(torch.stack([reading.states[parent + 1] for parent in level.parents]))
             for i, (token, parent) in enumerate(zip(level.tokens, level.parents, strict=True)):
-                line = [*(reading.lines[parent] if parent >= 0 else []), first + i]
-                reading.tokens.append(token)
-                reading.parents.append(parent)
-                reading.lines.append(line)
+                line = reading.note(token, parent)
                 tokens[row, i] = token
                 positions[row, i] = reading.committed + len(line) - 1
                 mask[row, 0, i, [reading.committed + node for node in line]] = True
@@ -154,6 +184,13 @@ class Reader:
             reading.states += list(states[row, : len(level.tokens)])
         logits = self.logits(states)
         return [logits[row, : len(level.tokens)] for row, level in enumerate(levels)]
+
+    def causal(self, rows: np.ndarray, extent: int) -> Tensor | None:
+        """bool [n, 1, T, extent] for rows at positions [n, T]: each sees all up to itself. None where
+        attention does that by itself: for a single row, and from a beginning on."""
+        if len(rows) == 1 and (rows.shape[1] == 1 or rows[0, 0] == 0):
+            return None
+        return torch.from_numpy(np.arange(extent) <= rows[:, None, :, None]).to(self.device)
 
     def tensor(self, values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.long, device=self.device)

@@ -175,13 +175,8 @@ class Decoding:
     def read(self, tokens: list[int], pending: int, taps: Tensor, choices: list[int] | None = None) -> None:
         """Notes that the target has read `tokens`; added to what the drafter was not told yet."""
         before = self.seen
-        if before is None:
-            self.seen = Seen(0, tokens, pending, taps, choices)
-        elif not before.tokens:
-            self.seen = Seen(before.start, tokens, pending, taps, choices)
-        else:
-            whole = [*before.tokens, *tokens]
-            self.seen = Seen(before.start, whole, pending, torch.cat([before.taps, taps]), choices)
+        now = Seen(before.position if before is not None else 0, tokens, pending, taps, choices)
+        self.seen = before.then(now) if before is not None and before.tokens else now
 
     def told(self) -> None:
         """The drafter has been told everything up to here."""

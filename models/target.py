@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Target:
         target.check()
         return target
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """Tokens that a layer with a sliding window attends to; None if all layers attend to everything.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from decoding.law import Law
@@ -32,6 +33,13 @@ class Seen:
     def position(self) -> int:
         """Absolute position of the pending token, the root of the next tree."""
         return self.start + len(self.tokens)
+
+    def then(self, later: Seen) -> Seen:
+        """Both as one, for a drafter that was not asked in between; the choices are the last tree's."""
+        if self.position != later.start:
+            raise ValueError(f"told up to {self.position}, and now from {later.start} on")
+        tokens, taps = [*self.tokens, *later.tokens], torch.cat([self.taps, later.taps])
+        return Seen(self.start, tokens, later.pending, taps, later.choices)
 
 
 @dataclass(frozen=True)

@@ -19,28 +19,13 @@ from torch import Tensor
 
 from decoding.cache import DraftCache
 from decoding.drafters import Turn
-from decoding.growth import Growth, Vocabulary
-from decoding.reader import NetworkDrafter, News, Reader
+from decoding.growth import Growth
+from decoding.reader import Network, NetworkDrafter, News, Reader, vocabulary_of
 from models.eagle3 import Attend
 
 
-class FeatureNetwork(Protocol):
-    """What the reader asks of an EAGLE network."""
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target layers (HF hidden_states indices) that features are made of; EAGLE-1: the last."""
-        ...
-
-    @property
-    def full_vocabulary(self) -> bool:
-        """Whether logits are over the target's own ids."""
-        ...
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """long [Vd]: the target id of each logit."""
-        ...
+class FeatureNetwork(Network, Protocol):
+    """What the reader asks of an EAGLE network; EAGLE-1 taps the last layer."""
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Features [B, T, d] of tapped states [B, T, n_taps * d] in any floating dtype."""
@@ -62,8 +47,7 @@ class FeatureReader(Reader):
 
     def __init__(self, draft: FeatureNetwork, layers: int, eos_ids: frozenset[int]) -> None:
         """layers: how many of the network's layers attend."""
-        ids = None if draft.full_vocabulary else draft.draft_ids
-        super().__init__(DraftCache(layers), Vocabulary.of(ids, eos_ids), draft.draft_ids.device)
+        super().__init__(DraftCache(layers), vocabulary_of(draft, eos_ids), draft.draft_ids.device)
         self.draft = draft
         self.taps = draft.taps
 

@@ -168,12 +168,7 @@ def told(turn: Turn) -> Turn:
 
 def joined(before: Seen | None, now: Seen) -> Seen:
     """Both as one. The choices were made at a tree that the inner drafter did not propose, so they go."""
-    if before is None:
-        return now
-    if before.position != now.start:
-        raise ValueError(f"told up to {before.position}, and now from {now.start} on")
-    tokens = [*before.tokens, *now.tokens]
-    return Seen(before.start, tokens, now.pending, torch.cat([before.taps, now.taps]))
+    return now if before is None else replace(before.then(now), choices=None)
 
 
 def leaves(tree: TokenTree) -> Iterator[int]:

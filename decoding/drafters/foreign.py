@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -268,10 +269,10 @@ class TextDrafter(EachAlone):
 
     def read(self, writing: Writing, ids: list[int]) -> Tensor:
         """Logits [Vd] after `ids`, which are the last of `writing.rows`."""
-        end = len(writing.rows)
-        self.network.cache.aim([writing.slot], len(ids))
-        positions = self.network.tensor([list(range(end - len(ids), end))])
-        states = self.network.run(self.network.tensor([ids]), positions, None, None)
+        extent = self.network.cache.aim([writing.slot], len(ids))
+        rows = np.arange(extent - len(ids), extent)[None]
+        mask = self.network.causal(rows, extent)
+        states = self.network.run(self.network.tensor([ids]), self.network.tensor(rows), mask, None)
         return self.draft.lm_head(states[0, -1])
 
     def retell(self, writing: Writing, written: list[int]) -> list[int]:

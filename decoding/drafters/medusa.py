@@ -20,31 +20,16 @@ from torch import Tensor
 
 from decoding.cache import KVCache
 from decoding.drafters import Proposal, Turn
-from decoding.growth import Growth, Vocabulary
-from decoding.reader import Level, NetworkDrafter, Reader, Reading
+from decoding.growth import Growth
+from decoding.reader import Level, Network, NetworkDrafter, Reader, vocabulary_of
 
 
-class Heads(Protocol):
+class Heads(Network, Protocol):
     """What heads of either kind say of themselves."""
 
     @property
     def heads(self) -> int:
         """How many tokens after the pending one they can predict."""
-        ...
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The target layer whose states they take, as an HF hidden_states index: the last."""
-        ...
-
-    @property
-    def full_vocabulary(self) -> bool:
-        """Whether logits are over the target's own ids."""
-        ...
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """long [Vd]: the target id of each logit."""
         ...
 
 
@@ -70,9 +55,8 @@ class SequentialHeads(Heads, Protocol):
 
 class HeadsReader(Reader):
     def __init__(self, draft: Heads, eos_ids: frozenset[int]) -> None:
-        ids = None if draft.full_vocabulary else draft.draft_ids
         without_rows = KVCache(layers=0)
-        super().__init__(without_rows, Vocabulary.of(ids, eos_ids), draft.draft_ids.device)
+        super().__init__(without_rows, vocabulary_of(draft, eos_ids), draft.draft_ids.device)
         self.taps = draft.taps
 
 
@@ -86,7 +70,7 @@ class MedusaReader(HeadsReader):
     def read(self, turns: Sequence[Turn]) -> Tensor:
         logits = self.draft.logits(newest_hidden(turns))
         for turn, said in zip(turns, logits, strict=True):
-            begin_round(turn.state, list(said))
+            turn.state.restart(list(said))
         return logits[:, 0]
 
     def extend(self, levels: Sequence[Level]) -> list[Tensor]:
@@ -101,7 +85,7 @@ class SequentialReader(HeadsReader):
     def read(self, turns: Sequence[Turn]) -> Tensor:
         states = self.draft.start(newest_hidden(turns), self.tensor([turn.seen.pending for turn in turns]))
         for turn, state in zip(turns, states, strict=True):
-            begin_round(turn.state, [state])
+            turn.state.restart([state])
         return self.draft.logits(states, 0)
 
     def extend(self, levels: Sequence[Level]) -> list[Tensor]:
@@ -137,17 +121,10 @@ def newest_hidden(turns: Sequence[Turn]) -> Tensor:
     return torch.stack([turn.seen.taps[-1] for turn in turns])
 
 
-def begin_round(reading: Reading, states: list[Tensor]) -> None:
-    """Forgets the nodes of the last round."""
-    reading.tokens, reading.parents, reading.lines, reading.states = [], [], [], states
-
-
 def deepen(level: Level) -> list[int]:
     """Notes the nodes of `level` as read: the depth of each, the root's being 0."""
-    lines = level.reading.lines
-    for parent in level.parents:
-        lines.append([*(lines[parent] if parent >= 0 else []), len(lines)])
-    return [len(line) for line in lines[-len(level.parents) :]]
+    nodes = zip(level.tokens, level.parents, strict=True)
+    return [len(level.reading.note(token, parent)) for token, parent in nodes]
 
 
 def build(draft: MedusaHeads, growth: Growth, eos_ids: frozenset[int]) -> NetworkDrafter:

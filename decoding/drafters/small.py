@@ -38,8 +38,6 @@ class ModelReader(Reader):
         return len(path)
 
     def run(self, tokens: Tensor, positions: Tensor, mask: Tensor | None, features: Tensor | None) -> Tensor:
-        if mask is None and tokens.shape[1] > 1 and int(positions[0, 0]) > 0:
-            mask = causal(positions)
         output = self.draft.forward(tokens, positions=positions, mask=mask, cache=self.cache, logits=False)
         return output.last_hidden
 
@@ -87,12 +85,6 @@ def walked(reading: Reading, tokens: Sequence[int | None]) -> list[int]:
             break
         path.append(node)
     return path
-
-
-def causal(positions: Tensor) -> Tensor:
-    """bool [1, 1, T, extent]: rows that continue what is cached see all up to themselves."""
-    columns = torch.arange(int(positions[0, -1]) + 1, device=positions.device)
-    return columns <= positions[:, None, :, None]
 
 
 def require_same_vocabulary(draft: Target, target: Target) -> None:
