@@ -21,7 +21,7 @@ from decoding.cache import DraftCache
 from decoding.drafters import Turn
 from decoding.growth import Growth
 from decoding.reader import Network, NetworkDrafter, News, Reader, vocabulary_of
-from models.eagle3 import Attend
+from models.layers import Attend
 
 
 class FeatureNetwork(Network, Protocol):

@@ -19,7 +19,7 @@ from decoding.randomness import Seeded
 from decoding.reader import Level
 from decoding.shapes import TreeShape
 from decoding.warp import Warp
-from models.eagle3 import Attend
+from models.layers import Attend
 from models.target import Target, TargetOutput
 from tests.conftest import tiny_target
 from tests.decoding.replay import decoded_law, plain_law, total_variation

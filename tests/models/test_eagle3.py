@@ -11,7 +11,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
 from configs.errors import CheckpointError, ConfigError, TargetError
-from models.eagle3 import Eagle3, Eagle3Shape, NetworkConfig, Rotary, default_taps, rotate
+from models.eagle3 import Eagle3, Eagle3Shape, NetworkConfig, default_taps
+from models.layers import Rotary, rotate
 from models.target import Target
 from tests.conftest import tiny_draft, tiny_target
 
