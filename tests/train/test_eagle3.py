@@ -19,7 +19,9 @@ from tests.conftest import tiny_draft, tiny_target
 from tests.train.conftest import written_rows
 from train.batches import Batch, collate
 from train.features import compute
-from train.objectives.eagle3 import Eagle3Objective, ObjectiveConfig, selection, unroll
+from train.objectives.eagle3 import Eagle3Objective, ObjectiveConfig
+from train.supervision import selection
+from train.unrolled import unroll
 
 
 def objective_of(target: Target, draft: Eagle3 | None = None, **settings: Any) -> Eagle3Objective:
@@ -187,7 +189,9 @@ def straightforward(objective: Eagle3Objective, target: Target, tokens: list[int
         terms = []
         for n, j in enumerate(unroll(draft, batch, settings.steps).rows[0].tolist()):
             if j + 2 + i < len(tokens) and mask[j + 2 + i]:
-                terms.append(-(p[j + 1 + i] * draft.logits(step.states[0, n]).log_softmax(-1)).sum())
+                taught = p[j + 1 + i]
+                log_q = draft.logits(step.states[0, n]).log_softmax(-1)
+                terms.append((taught * (taught.log() - log_q)).sum())
         total = total + settings.step_decay**i * torch.stack(terms).mean()
         weights += settings.step_decay**i
     return total / weights
@@ -225,7 +229,7 @@ def test_metrics_count_tokens_outside_the_draft_vocabulary_as_misses() -> None:
 
     correct, counted = objective(batch, objective.positions(batch)).metrics["accuracy"]
     alpha, _ = objective(batch, objective.positions(batch)).metrics["alpha"]
-    mass = objective.law(batch.hidden, batch.lse).sum(-1)
+    mass = objective.supervision.teacher.law(batch.hidden, batch.lse).sum(-1)
 
     # 24 reply tokens, all with an m_{j+2}; step 1 needs m_{j+2} and m_{j+3}: one row less of each sequence.
     assert counted.tolist() == [4 * 24, 4 * 23]
@@ -248,7 +252,15 @@ def test_accuracy_is_joint_over_the_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"steps": 0}, {"chunk": 0}, {"draft_mass": "drop"}, {"step_decay": 0.0}]
+    "settings",
+    [
+        {"steps": 0},
+        {"chunk": 0},
+        {"draft_mass": "drop"},
+        {"step_decay": 0.0},
+        {"divergence": "kl"},
+        {"jsd_beta": 1.0},
+    ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"method.objective.*{next(iter(settings))}"):
