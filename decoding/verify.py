@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import exp, log
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from configs.schema import Verification
 from decoding.drafters import Proposal
 from decoding.randomness import Key, Purpose, Randomness
 from decoding.tree import TokenTree
-from decoding.warp import largest, one_hot
+from decoding.warp import largest, one_hot, scaled, total
 
 EPSILON, DELTA = 0.09, 0.3  # of typical acceptance, as Medusa sets them
 
@@ -119,15 +120,15 @@ def drawn_chain(proposal: Proposal) -> bool:
 
 def stay_chance(p: Tensor, q: Tensor, weight: float) -> float:
     """h_i of `verify_block`: p, q [V] are the laws after node i, `weight` is w_i."""
-    missing = float((weight * p - q).clamp_(min=0).sum())
+    missing = total(excess(weight * p, q))
     return missing / (missing + 1 - weight) if weight < 1 else 1.0
 
 
 def rest_of_block(p: Tensor, q: Tensor, weight: float) -> Tensor:
     """The law [V] of the token after a cut: norm(max(weight * p - q, 0)), or p if rounding leaves nothing."""
-    left = (weight * p - q).clamp_(min=0)
-    mass = float(left.sum())
-    return left.div_(mass) if mass > 0 else p
+    left = excess(weight * p, q)
+    mass = total(left)
+    return scaled(left, mass) if mass > 0 else p
 
 
 def accept_typical(
@@ -224,9 +225,17 @@ def residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
         left = p.clone()
         left[token] = 0
     else:
-        left = (p - q).clamp_(min=0)
-    mass = float(left.sum())
-    return left.div_(mass) if mass > 0 else p
+        left = excess(p, q)
+    mass = total(left)
+    return scaled(left, mass) if mass > 0 else p
+
+
+def excess(p: Tensor, q: Tensor) -> Tensor:
+    """max(p - q, 0)."""
+    if p.device.type != "cpu":
+        return (p - q).clamp_(min=0)
+    left = p.numpy() - q.numpy()  # vectorised, see decoding/warp.py
+    return torch.from_numpy(np.maximum(left, 0, out=left))
 
 
 def without(q: Tensor, token: int) -> Tensor:
@@ -236,5 +245,5 @@ def without(q: Tensor, token: int) -> Tensor:
     """
     left = q.clone()
     left[token] = 0
-    mass = left.sum()
-    return left / mass if mass > 0 else left
+    mass = total(left)
+    return scaled(left, mass) if mass > 0 else left

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from configs.errors import ConfigError
 
-NUCLEUS = 1024  # probabilities looked at first for top-p; all of them only if these hold too little
+NUCLEUS = 1e-4  # probabilities above it are looked at first for top-p; all only if these hold too little
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Warp:
         if self.temperature == 0:
             return one_hot(largest(logits), logits)
         dtype = law_dtype(logits)
-        scores = logits if self.temperature == 1 else logits.to(dtype, copy=True).div_(self.temperature)
+        scores = logits if self.temperature == 1 else scaled(logits.to(dtype, copy=True), self.temperature)
         probs = torch.softmax(scores, dim=-1, dtype=dtype)
         if self.top_k or self.top_p < 1 or self.min_p:
             for row in [probs] if probs.dim() == 1 else probs.view(-1, probs.shape[-1]):
@@ -85,15 +85,10 @@ def truncate_(row: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> None
         head = descending(row, top_k)
         keep_from_(row, head[-1])
     if top_p < 1:
-        keep_from_(row, nucleus_floor(row, head, top_p * float(row.sum())))
+        keep_from_(row, nucleus_floor(row, head, top_p * total(row)))
     if min_p:
         keep_from_(row, (row.max() * min_p).numpy(force=True).flat[0])
-    row.div_(row.sum())
-
-
-def keep_from_(row: Tensor, floor: np.floating) -> None:
-    """Sets to 0, in place, what is below `floor`."""
-    F.threshold(row, float(np.nextafter(floor, floor.dtype.type(-1))), 0.0, inplace=True)
+    scaled(row, total(row))
 
 
 def nucleus_floor(row: Tensor, head: np.ndarray | None, wanted: float) -> np.floating:
@@ -101,21 +96,55 @@ def nucleus_floor(row: Tensor, head: np.ndarray | None, wanted: float) -> np.flo
 
     head: the largest of `row` [V] in descending order, the others being 0 or ties of its last; None: unknown.
     """
-    top = descending(row, min(NUCLEUS, len(row))) if head is None else head
+    top = above(row, NUCLEUS) if head is None else head
     mass = top.cumsum(dtype=np.float64)
-    if head is None and mass[-1] < wanted:
-        top = descending(row, len(row))
+    if head is None and not (len(top) and mass[-1] >= wanted):
+        top = above(row, 0.0)
         mass = top.cumsum(dtype=np.float64)
     # Past the end only where ties with the last hold the rest, or where rounding leaves even the whole below.
     return top[min(int(mass.searchsorted(wanted)), len(top) - 1)]
+
+
+# On a CPU the passes over a vocabulary are numpy's, which are vectorised: of a law of 49,152 that is not in
+# the processor's cache, torch divides in 55 microseconds and numpy in 15, and finds the 1,024 largest in 415
+# and 70.
+
+
+def scaled(row: Tensor, divisor: float) -> Tensor:
+    """`row` divided by `divisor`, in place."""
+    if row.device.type != "cpu":
+        return row.div_(divisor)
+    values = row.numpy()
+    np.multiply(values, values.dtype.type(1 / divisor), out=values)
+    return row
+
+
+def total(row: Tensor) -> float:
+    return float(row.sum() if row.device.type != "cpu" else row.numpy().sum())
+
+
+def keep_from_(row: Tensor, floor: np.floating) -> None:
+    """Sets to 0, in place, what is below `floor`."""
+    if row.device.type != "cpu":
+        F.threshold(row, float(np.nextafter(floor, floor.dtype.type(-1))), 0.0, inplace=True)
+        return
+    values = row.numpy()
+    np.multiply(values, values >= floor, out=values)
 
 
 def descending(row: Tensor, count: int) -> np.ndarray:
     """The `count` largest of `row` [V], largest first."""
     if row.device.type != "cpu":
         return row.topk(count).values.cpu().numpy()
-    # numpy's partition and sort are vectorised too: 55 microseconds against 415 for 1,024 of 49,152.
     values = row.numpy()
     if count < len(values):
         values = np.partition(values, len(values) - count)[-count:]
     return np.sort(values)[::-1]
+
+
+def above(row: Tensor, floor: float) -> np.ndarray:
+    """Those of `row` [V] above `floor`, largest first."""
+    if row.device.type != "cpu":
+        return row[row > floor].sort(descending=True).values.cpu().numpy()
+    values = row.numpy()
+    return np.sort(values[values > floor])[::-1]

@@ -69,19 +69,18 @@ def hugging_face(logits: Tensor, temperature: float, top_k: int, top_p: float) -
 @pytest.mark.parametrize(
     "spread", [0.1, 3.0]
 )  # nearly flat: the nucleus is larger than what is looked at first
-@pytest.mark.parametrize("top_k", [50, 3000])
+@pytest.mark.parametrize("top_k", [50, 0])
 def test_law_is_hugging_faces(spread: float, top_k: int) -> None:
-    logits = spread * torch.randn(
-        3, 4 * NUCLEUS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    vocab = round(2 / NUCLEUS)
+    logits = spread * torch.randn(3, vocab, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ours = Warp(0.7, top_k, 0.9)(logits)
-    theirs = hugging_face(logits, 0.7, top_k, 0.9)
+    theirs = hugging_face(logits, 0.7, top_k or vocab, 0.9)
     assert (ours - theirs).abs().max() < 1e-15
     assert ((ours > 0) == (theirs > 0)).all()
 
 
 def test_rows_of_a_batch_are_warped_alone() -> None:
-    logits = torch.randn(2, 3, 2 * NUCLEUS, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(2, 3, 20_000, generator=torch.Generator().manual_seed(0))
     logits[0] *= 9  # peaked rows beside flat ones
     warp = Warp(0.7, 1500, 0.9)
     alone = torch.stack([torch.stack([warp(row) for row in rows]) for rows in logits])
