@@ -22,7 +22,19 @@ from torch import Tensor, nn
 
 from configs.errors import ConfigError
 from models.draft import DraftNetwork
-from models.layers import MLP, Attend, Attention, LayerShape, RMSNorm, Rotary, causal, layer_sizes, linear
+from models.layers import (
+    MLP,
+    Attend,
+    Attention,
+    LayerShape,
+    RMSNorm,
+    Rotary,
+    causal,
+    copy_layer,
+    layer_sizes,
+    layers_before,
+    linear,
+)
 from models.target import Target
 
 
@@ -103,11 +115,13 @@ class Eagle3(DraftNetwork):
         self.rotary = Rotary(shape)
 
     @torch.no_grad()
-    def initialise(self, seed: int, target: Target | None = None) -> None:
+    def initialise(self, seed: int, target: Target | None = None, start_layer: int | None = None) -> None:
         """Fresh weights.
 
         With `target`, the head starts as the target's own head on the draft vocabulary (once that is set) and
         `norm` as the gain of the target's final norm, so that logits start at the scale they are to reach.
+        start_layer: the draft's last layer starts as this layer of `target` (negative: from the end), those
+        below it as the ones before.
         """
         self.draw_weights(seed)
         if target is not None and self.vocabulary_set:
@@ -115,6 +129,11 @@ class Eagle3(DraftNetwork):
             gain = target.final_gain()
             if gain is not None:
                 self.norm.weight.copy_(gain)
+        if target is not None and start_layer is not None:
+            for layer, theirs in zip(
+                self.layers, layers_before(target, start_layer, len(self.layers)), strict=True
+            ):
+                copy_layer(layer.self_attn, layer.mlp, theirs)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -131,6 +150,10 @@ class Eagle3(DraftNetwork):
             taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(taps)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[B, T, d] of token ids, long [B, T]."""
+        return F.embedding(tokens, self.embedding)
+
     def forward(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, attend: Attend | None = None
     ) -> Tensor:
@@ -140,7 +163,7 @@ class Eagle3(DraftNetwork):
         positions: [B, T] long, for the rotation. attend: None is plain causal attention over the T rows.
         """
         self.require_ready()
-        emb = F.embedding(tokens, self.embedding).to(hidden.dtype)
+        emb = self.embed(tokens).to(hidden.dtype)
         rotation = self.rotary(positions)
         for layer in self.layers:
             hidden = layer(hidden, emb, rotation, attend or causal)

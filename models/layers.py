@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -179,6 +179,39 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     layer = nn.Linear(inputs, outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(torch.full((outputs, inputs), torch.nan))
     return layer
+
+
+def layers_before(target: Target, last: int, count: int) -> list[nn.Module]:
+    """`count` layers of the target up to and with layer `last`, which counts from the end if negative."""
+    end = last % target.num_layers + 1
+    if not -target.num_layers <= last < target.num_layers or end < count:
+        raise ConfigError(
+            f"method.objective.start_layer={last}: {target.name} has {target.num_layers} layers, of which a "
+            f"draft of {count} takes as many, up to that one. Set -1 for the last, or null for fresh weights."
+        )
+    return list(target.layers[end - count : end])
+
+
+def copy_layer(attention: Attention, mlp: MLP, layer: nn.Module) -> None:
+    """Weights of a Llama-like `layer` of a target into a draft's. Where an attention reads more inputs than
+    the target's (an embedding before the hidden state), the last ones get them and the others stay."""
+    where = "method.objective.start_layer"
+    names = {name: attention for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    names |= {name: mlp for name in ("gate_proj", "up_proj", "down_proj")}
+    for name, part in names.items():
+        path = f"{'mlp' if part is mlp else 'self_attn'}.{name}"
+        ours: Tensor = getattr(part, name).weight
+        try:
+            theirs: Tensor = cast(Any, layer.get_submodule(path)).weight
+        except AttributeError:
+            raise ConfigError(f"{where}: the target's layers have no {path}. Set it to null.") from None
+        last = ours[:, ours.shape[1] - theirs.shape[1] :]
+        if last.shape != theirs.shape:
+            raise ConfigError(
+                f"{where}: the draft's {path} is {list(ours.shape)} and the target's {list(theirs.shape)}. "
+                "Leave the draft's sizes as the target's, or set start_layer to null."
+            )
+        last.copy_(theirs)
 
 
 def own_intermediate_size(target: Target) -> int:

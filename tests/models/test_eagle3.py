@@ -1,6 +1,6 @@
 """The network against a second writing of research formulas, its flags, its rotation and its vocabulary."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -443,3 +443,35 @@ def test_an_unknown_rotation_is_refused(draft: Eagle3) -> None:
     draft.shape.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0}
     with pytest.raises(TargetError, match="spiral"):
         Rotary(draft.shape)
+
+
+def test_a_draft_can_start_from_the_targets_layers() -> None:
+    target = tiny_target(layers=4)
+    draft: Any = Eagle3.build(NetworkConfig(layers=2, draft_vocab_size=None), target)
+    draft.initialise(0, target, start_layer=-1)
+    fresh: Any = Eagle3.build(NetworkConfig(layers=2, draft_vocab_size=None), target)
+    fresh.initialise(0, target)
+
+    first, second = cast(Any, target.layers[2]), cast(Any, target.layers[3])
+    d = target.hidden_size
+    q = draft.layers[0].self_attn.q_proj.weight  # reads cat(embedding, hidden)
+    assert torch.equal(q[:, d:], first.self_attn.q_proj.weight)
+    assert torch.equal(q[:, :d], fresh.layers[0].self_attn.q_proj.weight[:, :d])
+    assert torch.equal(draft.layers[0].mlp.down_proj.weight, first.mlp.down_proj.weight)
+    assert torch.equal(draft.layers[1].self_attn.k_proj.weight, second.self_attn.k_proj.weight)
+    assert draft.layers[1].mlp.up_proj.weight.data_ptr() != second.mlp.up_proj.weight.data_ptr()
+
+
+@pytest.mark.parametrize("layer", [4, -5, 0])
+def test_a_layer_that_the_target_does_not_have_is_no_start(layer: int) -> None:
+    target = tiny_target(layers=4)
+    draft = Eagle3.build(NetworkConfig(layers=2, draft_vocab_size=None), target)
+    with pytest.raises(ConfigError, match=f"start_layer={layer}: .* has 4 layers"):
+        draft.initialise(0, target, start_layer=layer)
+
+
+def test_another_size_is_no_start() -> None:
+    target = tiny_target(layers=4)
+    draft = Eagle3.build(NetworkConfig(draft_vocab_size=None, intermediate_size=24), target)
+    with pytest.raises(ConfigError, match=r"mlp\.gate_proj is .* and the target's"):
+        draft.initialise(0, target, start_layer=-1)

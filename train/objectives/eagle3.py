@@ -32,6 +32,7 @@ from train.unrolled import unroll
 class ObjectiveConfig(SupervisionConfig):
     steps: int = 7  # training-time-test steps; the paper has 5, its code 7
     step_decay: float = 0.8  # step i weighs step_decay**i; weights are normalised to sum 1
+    start_layer: int | None = None  # the target's, whose weights the draft's last layer starts from
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,5 +91,5 @@ def build(
     ids, coverage = choose_draft_vocabulary(rows, size, target.vocab_size, always=target.eos_ids)
     if network.draft_vocab_size is not None:
         draft.set_vocabulary(ids)
-    draft.initialise(seed, target=target)
+    draft.initialise(seed, target, settings.start_layer)
     return Eagle3Objective(draft.to(target.device), target, settings, coverage)
