@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from configs.errors import ConfigError
-from configs.schema import Config, Dtype, Replies, Schedule
+from configs.schema import Config, Dtype, Optimizer, Replies, Schedule
 
 
 def check(config: Config) -> None:
@@ -108,11 +108,28 @@ def _trainer(config: Config) -> Iterator[str]:
         "save_every",
         "keep_checkpoints",
     )
-    yield from _at_least(1, trainer, "trainer.", *counts, "eval_prompts", "eval_new_tokens")
+    yield from _at_least(1, trainer, "trainer.", *counts, "eval_prompts", "eval_new_tokens", "patience")
     yield from _at_least(0, trainer, "trainer.", "eval_every", "weight_decay")
     yield from _within("(0, inf)", trainer, "trainer.", "lr", "clip_norm")
     yield from _within("[0, 1)", trainer, "trainer.", "warmup_ratio")
     yield from _within("[0, 1]", trainer, "trainer.", "final_lr_ratio")
+    if trainer.muon_lr is not None:
+        yield from _within("(0, inf)", trainer, "trainer.", "muon_lr")
+        if trainer.optimizer is Optimizer.adamw:
+            yield (
+                f"trainer.muon_lr={trainer.muon_lr} is set, but trainer.optimizer=adamw has only trainer.lr: "
+                "set trainer.optimizer=muon, or remove the rate."
+            )
+    if trainer.ema is not None and not 0 < trainer.ema < 1:
+        yield (
+            f"trainer.ema={trainer.ema} is the share of the average that a step keeps: use a number in "
+            "(0, 1), as in 0.999; null switches it off."
+        )
+    if trainer.patience is not None and trainer.eval_every == 0:
+        yield (
+            f"trainer.patience={trainer.patience} counts held-out measurements, and trainer.eval_every=0 "
+            "makes one only at the end: set trainer.eval_every, or trainer.patience=null."
+        )
     if len(trainer.betas) != 2 or not all(0 <= beta < 1 for beta in trainer.betas):
         yield f"trainer.betas={list(trainer.betas)}: AdamW takes two numbers in [0, 1), as in [0.9, 0.95]."
     if trainer.schedule is Schedule.wsd:
@@ -140,7 +157,10 @@ def _decode(config: Config) -> Iterator[str]:
 
 def _eval(config: Config) -> Iterator[str]:
     measure = config.eval
-    yield from _at_least(1, measure, "eval.", "max_prompts", "repeats", "bootstrap")
+    yield from _at_least(
+        1, measure, "eval.", "max_prompts", "repeats", "bootstrap", "tree_prompts", "tree_depth"
+    )
+    yield from _at_least(2, measure, "eval.", "tree_nodes")
     yield from _at_least(0, measure, "eval.", "warmup_prompts")
     yield from _within("(0, inf)", measure, "eval.", "max_load")
     yield from _within("(0, 1)", measure, "eval.", "confidence")

@@ -44,6 +44,11 @@ class Features(Enum):
     online = "online"  # the target runs beside the draft
 
 
+class Optimizer(Enum):
+    adamw = "adamw"
+    muon = "muon"  # for matrices between hidden states, AdamW for the rest (train/optimizers.py)
+
+
 class Schedule(Enum):
     cosine = "cosine"
     wsd = "wsd"  # warmup, stable, linear decay over the last `decay_ratio` of the steps
@@ -147,14 +152,17 @@ class TrainerConfig:
     max_steps: int | None = None  # optimiser steps; ends the run early
     batch_tokens: int = 8192  # padded tokens per micro-batch; a longer row is a batch of its own
     accumulation: int = 1  # micro-batches per optimiser step
-    lr: float = 1e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    weight_decay: float = 0.0
+    optimizer: Optimizer = Optimizer.adamw
+    lr: float = 1e-4  # AdamW's; the schedule multiplies both rates
+    muon_lr: float | None = None  # Muon's, whose updates are scaled to the size of AdamW's; None: lr
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's
+    weight_decay: float = 0.0  # of matrices only
     clip_norm: float = 0.5
     schedule: Schedule = Schedule.cosine
     warmup_ratio: float = 0.03
     decay_ratio: float = 0.2  # wsd only
     final_lr_ratio: float = 0.0
+    ema: float | None = None  # decay of averaged weights, which are then measured and saved; None: no average
     autocast: Dtype = Dtype.bfloat16  # compute dtype; master weights and optimiser state stay float32
     features: Features = Features.cached
     log_every: int = 10
@@ -163,6 +171,7 @@ class TrainerConfig:
     eval_every: int = 200  # steps; 0: only at the end
     eval_prompts: int = 16
     eval_new_tokens: int = 64
+    patience: int | None = None  # held-out measurements without a new best that end the run; None: never
     resume: str = "auto"  # auto: go on with this configuration's unfinished run; never; or a run's folder
 
 
@@ -182,7 +191,7 @@ class DecodeConfig:
     tree: Tree = Tree.chain
     tree_nodes: int = 16  # dynamic: drafted tokens of a tree
     tree_width: int = 4  # dynamic: children per node, and nodes expanded per level
-    tree_file: str | None = None  # static: a shape written by decoding.sequoia
+    tree_file: str | None = None  # static: a shape, as eval.tree writes it
     tree_replacement: bool = False  # static: draw siblings with replacement (SpecInfer) instead of without
     verification: Verification = Verification.rejection
     stop_drafting: StopDrafting = StopDrafting.fixed
@@ -209,6 +218,9 @@ class EvalConfig:
         False  # also run transformers' generate on each prompt and compare token for token
     )
     max_load: float = 0.15  # share of the processors that other processes may use before we warn and record
+    tree_prompts: int = 32  # eval.tree: training prompts on which acceptance by depth and rank is measured
+    tree_nodes: int = 64  # eval.tree: the largest tree considered, its root included
+    tree_depth: int = 6  # eval.tree: the deepest
 
 
 @dataclass

@@ -1,14 +1,16 @@
-"""Acceptance from rounds, pooled over prompts.
+"""Acceptance from rounds, pooled over prompts, and intervals for what is pooled over prompts.
 
 Over N rounds, with d drafted and a accepted in each; a does not include the bonus or resampled token (`Round`
-says how cut rounds are counted). Where nothing was counted the answer is None, never 0.
+says how cut rounds are counted). A position is a level of the tree: a round accepts at most one token there,
+however many it proposed. Where nothing was counted the answer is None, never 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from decoding.sequence import Round
 
@@ -29,12 +31,10 @@ def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
 
 
 def conditional_acceptance(rounds: Sequence[Round]) -> list[float | None]:
-    """α_j = #(a > j) / #(a >= j and d > j): the share among rounds that drafted at j and got there."""
+    """α_j = #(a > j) / #(tried at j): the share among rounds that got to j and had something proposed
+    there."""
     return [
-        ratio(
-            sum(r.accepted > j for r in rounds),
-            sum(r.accepted >= j and r.drafted > j for r in rounds),
-        )
+        ratio(sum(r.accepted > j for r in rounds), sum(r.tried > j for r in rounds))
         for j in range(longest(rounds))
     ]
 
@@ -42,23 +42,39 @@ def conditional_acceptance(rounds: Sequence[Round]) -> list[float | None]:
 def bootstrap_ratio(
     numerators: Sequence[float], denominators: Sequence[float], confidence: float, n: int, seed: int
 ) -> tuple[float, float] | None:
-    """Percentile interval, at `confidence`, of Σ numerators / Σ denominators over `n` resamples.
+    """The interval of Σ numerators / Σ denominators, one entry of each per prompt (`bootstrap`)."""
+    sums = np.stack([numerators, denominators], axis=1).astype(float)
+    return bootstrap(lambda s: s[..., 0] / s[..., 1], sums, confidence, n, seed)
 
-    One entry per cluster, that is per prompt: a prompt's rounds depend on each other and are drawn together.
-    None if all denominators are 0.
+
+def bootstrap(
+    statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
+    sums: NDArray[np.float64],
+    confidence: float,
+    n: int,
+    seed: int,
+) -> tuple[float, float] | None:
+    """Percentile interval, at `confidence`, of a `statistic` (sums [..., k] -> [...]) over `n` resamples.
+
+    sums: [clusters, k], that is one row per prompt: a prompt's rounds depend on each other and are drawn
+    together. None for fewer than two prompts, which say nothing of the spread between prompts, and where no
+    resample gives a finite number.
     """
-    if not sum(denominators):
+    clusters = len(sums)
+    if clusters < 2:
         return None
-    picked = np.random.default_rng(seed).integers(len(numerators), size=(n, len(numerators)))
-    above = np.asarray(numerators, dtype=float)[picked].sum(axis=1)
-    below = np.asarray(denominators, dtype=float)[picked].sum(axis=1)
-    ratios = above[below > 0] / below[below > 0]
-    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    times = np.random.default_rng(seed).multinomial(clusters, np.full(clusters, 1 / clusters), size=n)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic(times @ sums)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return None
+    low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 
 def longest(rounds: Sequence[Round]) -> int:
-    return max((r.drafted for r in rounds), default=0)
+    return max((r.depth for r in rounds), default=0)
 
 
 def ratio(numerator: float, denominator: float) -> float | None:

@@ -85,12 +85,12 @@ def growth_of(decode: DecodeConfig, costs: Costs | None = None) -> Growth:
 def shape_of(file: str | None) -> TreeShape:
     if file is None:
         raise ConfigError(
-            "decode.tree=static needs a shape: set decode.tree_file to a file that decoding.sequoia made, or "
-            "set decode.tree to chain or dynamic."
+            "decode.tree=static needs a shape: set decode.tree_file to a file that python -m eval.tree made, "
+            "or set decode.tree to chain or dynamic."
         )
     if not Path(file).is_file():
         raise ConfigError(
-            f"decode.tree_file={file} does not exist. Give the path of a tree's shape, as decoding.sequoia "
-            "makes it, or set decode.tree to chain or dynamic."
+            f"decode.tree_file={file} does not exist. Give the path of a shape, as python -m eval.tree makes "
+            "it, or set decode.tree to chain or dynamic."
         )
     return read_shape(Path(file))[0]

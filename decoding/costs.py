@@ -5,7 +5,7 @@ tokens may take longer than four (decoding.md, §6b). So it is measured at a few
 length of context. From it follow the size to which a tree is best padded, and whether drafting one more token
 pays.
 
-Only `measured` and what it is given (`target_forward`, `draft_seconds`) run anything; the rest is arithmetic.
+Only `measured` and what it is given (`target_forward`), and `drafting`, run anything; the rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -148,15 +148,24 @@ def target_forward(target: Target, batch: int, context: int) -> Callable[[int], 
 def draft_seconds(
     drafter: Drafter, target: Target, batch: int, context: int, depth: int = 4, rounds: int = 9
 ) -> float:
-    """Median seconds of one forward of the draft behind `context` tokens of each of `batch` sequences.
+    """Median seconds of one forward of the draft behind `context` tokens of each of `batch` sequences; 0 for
+    a drafter without forwards. It proposes `depth` deep."""
+    seconds, forwards = drafting(drafter, target, batch, context, depth, rounds)
+    return seconds / forwards if forwards else 0.0
 
-    0 for a drafter without forwards. It proposes `depth` deep, and is told each time that the target accepted
-    nothing. The two first rounds do not count: in one it reads the context, the other is for warming up.
+
+def drafting(
+    drafter: Drafter, target: Target, batch: int, context: int, depth: int, rounds: int = 9
+) -> tuple[float, int]:
+    """Median seconds of the draft's forwards in a round that proposes `depth` deep, and how many they are.
+
+    It is told each time that the target accepted nothing. The two first rounds do not count: in one it reads
+    the context, the other is for warming up.
     """
     law, states = Law(Warp(temperature=0.0)), [drafter.begin() for _ in range(batch)]
     width = target.hidden_size * len(drafter.taps)
     told = [0] * context
-    start, taken = 0, []
+    start, taken, forwards = 0, [], 0
     try:
         for _ in range(2 + rounds):
             taps = torch.zeros(len(told), width, dtype=target.dtype, device=target.device)
@@ -165,12 +174,12 @@ def draft_seconds(
             with torch.inference_mode():
                 proposals = drafter.propose([Turn(state, seen, depth, law, Seeded(0)) for state in states])
             forwards = max(proposal.forwards for proposal in proposals)
-            taken.append(max(proposal.seconds for proposal in proposals) / forwards if forwards else 0.0)
+            taken.append(max(proposal.seconds for proposal in proposals))
             start, told = start + len(told), [0]
     finally:
         for state in states:
             drafter.end(state)
-    return median(taken[2:])
+    return median(taken[2:]), forwards
 
 
 def measured_costs(
@@ -198,6 +207,29 @@ def measured_costs(
         remembered(folder, {**key, "of": "target"}, curve),
         remembered(folder, {**key, "of": f"draft {draft_name}"}, forward)(1),
     )
+
+
+def measured_drafting(
+    target: Target,
+    drafter: Drafter,
+    draft_name: str,
+    depth: int,
+    batch: int = 1,
+    context: int = 256,
+    folder: Path = FOLDER,
+) -> Curve:
+    """Seconds of drafting by depth, 1 to `depth`; heads that say all at once take the same for every one.
+
+    drafter: of chains, as in `measured_costs`.
+    """
+    length = context_bucket(context)
+    key = {**conditions(target, batch, length), "of": f"draft {draft_name}", "depths": depth}
+    depths = tuple(range(1, depth + 1))
+
+    def curve() -> Curve:
+        return Curve(depths, tuple(drafting(drafter, target, batch, length, d)[0] for d in depths))
+
+    return remembered(folder, key, curve)
 
 
 def context_bucket(length: int) -> int:

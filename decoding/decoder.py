@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,10 @@ from decoding.cache import KVCache
 from decoding.clock import now
 from decoding.drafters import Drafter, Proposal
 from decoding.governor import END, OFF, Governor
+from decoding.grammar import GrammarError
 from decoding.law import Grammar
-from decoding.randomness import Randomness, Seeded
-from decoding.sequence import Decoding, Generation, Params, Round, counted, logprob
+from decoding.randomness import Randomness
+from decoding.sequence import Decoding, Generation, Params, Request, Round, counted, logprob
 from decoding.tree import TokenTree
 from decoding.verify import ALTERNATIVES, Verdict, follow, verify
 from models.target import Target, TargetOutput
@@ -38,22 +39,20 @@ PREFILL_TOKENS = 8192  # padded tokens of one prefill, which bounds its memory
 
 
 @dataclass(frozen=True)
-class Request:
-    """A prompt and how to decode it. `randomness` is by default seeded with `params.seed`."""
-
-    prompt: Sequence[int]
-    params: Params
-    grammar: Grammar | None = None
-    randomness: Randomness | None = None
-
-
-@dataclass(frozen=True)
 class Emitted:
     """One token of a stream."""
 
     token: int
     logprob: float  # the target's, before the warp
     from_draft: bool
+
+
+class Burst(NamedTuple):
+    """What one round added to one sequence."""
+
+    index: int  # of the request
+    tokens: list[int]  # none if the sequence ended by an error
+    accepted: int  # how many of them, the first ones, the draft proposed
 
 
 class Decoder:
@@ -66,6 +65,7 @@ class Decoder:
         batch_size: int = 1,
         governor: Governor | None = None,
         padded: Callable[[int], int] | None = None,
+        on_verdict: Callable[[TokenTree, Sequence[int]], None] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size}: set at least 1.")
@@ -74,6 +74,7 @@ class Decoder:
         self.batch_size = batch_size
         self.governor = governor  # turns drafting off while it does not pay; None: never
         self.padded = padded or int  # the size at which a forward over n nodes is run
+        self.on_verdict = on_verdict  # is shown each tree and its accepted path (nodes, the root first)
         self.cache = KVCache(target.num_layers)
 
     def generate(
@@ -87,20 +88,24 @@ class Decoder:
         """Decodes from `prompt` (token ids, at least one) to the end.
 
         `on_tokens` gets the tokens as they come, those of a round together. Raises `TrafficError` for an
-        empty prompt.
+        empty prompt, `GrammarError` where the grammar cannot be followed any further.
         """
         batch = Batch(self, [Request(prompt, params, grammar, randomness)])
-        for _, run, _ in batch.run():
-            if on_tokens is not None:
-                on_tokens(run)
-        return batch.generations[0]
+        for _, tokens, _ in batch.run():
+            if on_tokens is not None and tokens:
+                on_tokens(tokens)
+        return whole(batch.generations[0])
 
     def generate_all(
         self,
         requests: Sequence[Request],
         on_end: Callable[[int, Generation], None] | None = None,
     ) -> list[Generation]:
-        """Decodes all requests, a batch at a time, in their order. `on_end(i, generation)` as each ends."""
+        """Decodes all requests, a batch at a time, in their order. `on_end(i, generation)` as each ends.
+
+        A grammar that cannot be followed any further ends its own sequence, with `finish` "error" and the
+        reason in `error`.
+        """
         batch = Batch(self, requests)
         for index, _, _ in batch.run():
             generation = batch.generations[index]
@@ -109,12 +114,16 @@ class Decoder:
         return batch.generations
 
     def stream(self, request: Request) -> Generator[Emitted]:
-        """Yields tokens as they are decided. May be left at any point, which frees what it held."""
+        """Yields tokens as they are decided. May be left at any point, which frees what it held.
+
+        Raises as `generate` does, after the tokens that came before.
+        """
         batch = Batch(self, [replace(request, params=replace(request.params, logprobs=True))])
-        for _, run, accepted in batch.run():
-            logprobs = batch.generations[0].logprobs[-len(run) :]
-            for i, (token, lp) in enumerate(zip(run, logprobs, strict=True)):
-                yield Emitted(token, lp, i < accepted)
+        for _, tokens, accepted in batch.run():
+            logprobs = batch.generations[0].logprobs
+            for i, token in enumerate(tokens):
+                yield Emitted(token, logprobs[i - len(tokens)], i < accepted)
+        whole(batch.generations[0])
 
 
 class Batch:
@@ -130,18 +139,16 @@ class Batch:
         self.cache = decoder.cache
         self.waiting = deque(enumerate(requests))
         self.live: list[Decoding] = []
-        self.index: dict[Decoding, int] = {}
         self.generations: list[Generation] = [Generation() for _ in requests]
         # Without drafting nobody reads the taps.
         drafting = any(request.params.draft_tokens for request in requests)
         self.taps = self.drafter.taps if drafting else ()
 
-    def run(self) -> Iterator[tuple[int, list[int], int]]:
-        """Goes on to the end; yields (request, run of tokens, how many of them the draft proposed)."""
+    def run(self) -> Iterator[Burst]:
+        """Goes on to the end; yields what each round adds to each sequence."""
         try:
             while self.waiting or self.live:
-                emitted = self.admit() if self.waiting and self.room() else self.step()
-                yield from emitted
+                yield from self.admit() if self.waiting and self.room() else self.step()
         finally:
             for decoding in self.live:
                 self.leave(decoding)
@@ -151,26 +158,36 @@ class Batch:
         return self.decoder.batch_size - len(self.live)
 
     @torch.inference_mode()
-    def admit(self) -> list[tuple[int, list[int], int]]:
+    def admit(self) -> list[Burst]:
         """Prefills the next prompts, which gives each its first token."""
-        entering: list[Decoding] = []
         began = self.clock()
-        for index, request in self.next_group():
-            decoding = Decoding(
-                list(request.prompt),
-                request.params,
-                request.randomness or Seeded(request.params.seed),
-                request.grammar,
-                self.target.tokenizer,
-                self.target.eos_ids,
-                self.cache.allocate(),
-                self.drafter.begin(),
-                began,
-            )
-            decoding.generation = self.generations[index]
-            self.index[decoding] = index
-            entering.append(decoding)
+        entering = [
+            Decoding(index, request, self.target, self.cache.allocate(), self.drafter.begin(), began)
+            for index, request in self.next_group()
+        ]
         self.live += entering
+        for decoding in entering:
+            self.generations[decoding.index] = decoding.generation
+        output, logits = self.prefill(entering)
+        seconds = self.clock() - began
+        bursts = []
+        for row, decoding in enumerate(entering):
+            count = len(decoding.prompt)
+            self.cache.commit(decoding.slot, count)
+            root, own = Proposal(TokenTree.chain(decoding.prompt[-1])), logits[row : row + 1]
+            verdict = self.verify(decoding, root, own, count - 1)
+            bursts.append(self.emit(decoding, root, verdict, own))
+            if verdict is not None:
+                decoding.read(decoding.prompt, verdict.next_token, tapped(output, row)[:count])
+            generation = decoding.generation
+            generation.prefill_seconds, generation.seconds = seconds, self.clock() - began
+            if generation.tokens:
+                generation.ttft = generation.seconds
+        self.retire()
+        return bursts
+
+    def prefill(self, entering: Sequence[Decoding]) -> tuple[TargetOutput, Tensor]:
+        """The target's forward over the prompts; its logits [B, V] after each."""
         longest = -(-max(len(decoding.prompt) for decoding in entering) // GRAIN) * GRAIN
         ids = torch.tensor(
             [[*decoding.prompt, *[0] * (longest - len(decoding.prompt))] for decoding in entering],
@@ -182,20 +199,7 @@ class Batch:
         # Padding stands behind the prompt, where causal attention lets no real token see it.
         output = self.target.forward(ids, positions=positions, cache=self.cache, taps=self.taps, logits=False)
         ends = [len(decoding.prompt) - 1 for decoding in entering]
-        logits = self.target.lm_head(output.last_hidden[range(len(ends)), ends])
-        seconds = self.clock() - began
-        emitted = []
-        for row, decoding in enumerate(entering):
-            count = len(decoding.prompt)
-            self.cache.commit(decoding.slot, count)
-            root = Proposal(TokenTree.chain(decoding.prompt[-1]))
-            verdict = self.verify(decoding, root, logits[row : row + 1], count - 1)
-            decoding.read(decoding.prompt, verdict.next_token, tapped(output, row)[:count])
-            emitted.append(self.emit(decoding, root, verdict, logits[row : row + 1]))
-            decoding.generation.prefill_seconds = seconds
-            decoding.generation.ttft = decoding.generation.seconds = self.clock() - began
-        self.retire()
-        return emitted
+        return output, self.target.lm_head(output.last_hidden[range(len(ends)), ends])
 
     def next_group(self) -> Iterator[tuple[int, Request]]:
         """The next requests to enter: as many as there is room for, and few enough that their prefill
@@ -210,50 +214,16 @@ class Batch:
             yield self.waiting.popleft()
 
     @torch.inference_mode()
-    def step(self) -> list[tuple[int, list[int], int]]:
+    def step(self) -> list[Burst]:
         """One round of every sequence in flight."""
         began = self.clock()
         proposals = self.propose()
-        rows = self.rows([proposal.tree for proposal in proposals])
-        forward_began = self.clock()
-        output = self.target.forward(cache=self.cache, taps=self.taps, **rows)
-        target_seconds = self.clock() - forward_began
-        assert output.logits is not None
-        emitted, commits, paths = [], [], []
-        for row, (decoding, proposal) in enumerate(zip(self.live, proposals, strict=True)):
-            start, logits = decoding.start, output.logits[row]
-            verdict = self.verify(decoding, proposal, logits, start)
-            commits.append((decoding.slot, start, verdict.path))
-            paths.append(verdict.path)
-            done = self.emit(decoding, proposal, verdict, logits)
-            self.note(decoding, proposal, verdict, output, row)
-            emitted.append(done)
-        self.cache.commit_all(commits)
-        ended = self.clock()
-        if self.decoder.governor is not None:
-            count = sum(len(run) for _, run, _ in emitted)
-            self.decoder.governor.saw([proposal.stopped for proposal in proposals], count, ended - began)
-        draft_seconds = max(proposal.seconds for proposal in proposals)
-        for decoding, proposal, path, (_, run, accepted) in zip(
-            self.live, proposals, paths, emitted, strict=True
-        ):
-            generation = decoding.generation
-            generation.rounds.append(
-                Round(
-                    drafted=counted(proposal.tree, path, len(run)),
-                    accepted=accepted,
-                    emitted=len(run),
-                    target_seconds=target_seconds,
-                    draft_seconds=draft_seconds,
-                    seconds=ended - began,
-                    nodes=len(proposal.tree),
-                    stopped=proposal.stopped,
-                )
-            )
-            generation.emitted_at.append(ended - decoding.began)
-            generation.seconds = ended - decoding.began
+        output, target_seconds = self.forward([proposal.tree for proposal in proposals])
+        verdicts = self.verify_all(proposals, output)
+        bursts = self.commit(proposals, verdicts, output)
+        self.record(proposals, verdicts, bursts, target_seconds, began)
         self.retire()
-        return emitted
+        return bursts
 
     def propose(self) -> list[Proposal]:
         """A tree for each sequence; of the pending token alone where nothing is worth drafting."""
@@ -268,6 +238,13 @@ class Batch:
                 plain[row] = proposal
                 self.live[row].told()
         return plain
+
+    def forward(self, trees: Sequence[TokenTree]) -> tuple[TargetOutput, float]:
+        """The target's forward over all trees, and its seconds."""
+        rows = self.rows(trees)
+        began = self.clock()
+        output = self.target.forward(cache=self.cache, taps=self.taps, **rows)
+        return output, self.clock() - began
 
     def rows(self, trees: Sequence[TokenTree]) -> dict[str, Any]:
         """The target's input: one row per node, each attending to the cache and to its ancestors."""
@@ -297,24 +274,60 @@ class Batch:
             "mask": mask if mask is None else mask.to(device),
         }
 
-    def verify(self, decoding: Decoding, proposal: Proposal, logits: Tensor, start: int) -> Verdict:
-        """Logits [N, V] become laws at the walked nodes only: most nodes may never be asked for."""
-        law, paths = decoding.law, proposal.tree.paths
-        if law.greedy:
-            return follow(proposal.tree, lambda node: law.choice(logits[node], paths[node]))
-        rule = ALTERNATIVES.get(decoding.params.verification, verify)
-        return rule(proposal, lambda node: law(logits[node], paths[node]), decoding.randomness, start)
+    def verify_all(self, proposals: Sequence[Proposal], output: TargetOutput) -> list[Verdict | None]:
+        assert output.logits is not None
+        return [
+            self.verify(decoding, proposal, logits, decoding.start)
+            for decoding, proposal, logits in zip(self.live, proposals, output.logits, strict=True)
+        ]
 
-    def emit(
-        self, decoding: Decoding, proposal: Proposal, verdict: Verdict, logits: Tensor
-    ) -> tuple[int, list[int], int]:
-        """Emits the verdict's tokens: (request, those emitted, how many of them were proposed)."""
+    def verify(self, decoding: Decoding, proposal: Proposal, logits: Tensor, start: int) -> Verdict | None:
+        """The verdict on a tree, by the target's logits [N, V] after its nodes; None if the sequence fails.
+
+        Logits become laws at the walked nodes only: most nodes may never be asked for.
+        """
+        law, paths = decoding.law, proposal.tree.paths
+        try:
+            if law.greedy:
+                return follow(proposal.tree, lambda node: law.choice(logits[node], paths[node]))
+            rule = ALTERNATIVES.get(decoding.params.verification, verify)
+            return rule(proposal, lambda node: law(logits[node], paths[node]), decoding.randomness, start)
+        except GrammarError as error:
+            decoding.fail(error)
+            return None
+
+    def commit(
+        self, proposals: Sequence[Proposal], verdicts: Sequence[Verdict | None], output: TargetOutput
+    ) -> list[Burst]:
+        """Accepted paths become part of the cache, of the outputs, and of what drafters will hear."""
+        assert output.logits is not None
+        self.cache.commit_all(
+            [
+                (decoding.slot, decoding.start, verdict.path if verdict is not None else ())
+                for decoding, verdict in zip(self.live, verdicts, strict=True)
+            ]
+        )
+        bursts = []
+        for row, (decoding, proposal, verdict) in enumerate(zip(self.live, proposals, verdicts, strict=True)):
+            bursts.append(self.emit(decoding, proposal, verdict, output.logits[row]))
+            if verdict is not None:
+                self.note(decoding, proposal, verdict, output, row)
+        return bursts
+
+    def emit(self, decoding: Decoding, proposal: Proposal, verdict: Verdict | None, logits: Tensor) -> Burst:
+        """Emits the verdict's tokens, if there are any and the grammar takes them."""
+        if verdict is None:
+            return Burst(decoding.index, [], 0)
         path = verdict.path
-        run = decoding.emit([proposal.tree.tokens[node] for node in path[1:]] + [verdict.next_token])
+        try:
+            run = decoding.emit([proposal.tree.tokens[node] for node in path[1:]] + [verdict.next_token])
+        except GrammarError as error:
+            decoding.fail(error)
+            return Burst(decoding.index, [], 0)
         if decoding.params.logprobs:
             pairs = zip(path, run, strict=False)
             decoding.generation.logprobs += [logprob(logits[node], token) for node, token in pairs]
-        return self.index[decoding], run, min(len(path) - 1, len(run))
+        return Burst(decoding.index, run, min(len(path) - 1, len(run)))
 
     def note(
         self, decoding: Decoding, proposal: Proposal, verdict: Verdict, output: TargetOutput, row: int
@@ -328,6 +341,45 @@ class Batch:
             assert output.logits is not None
             choices = output.logits[row, : len(tree)].argmax(-1).tolist()
         decoding.read([tree.tokens[node] for node in path], verdict.next_token, taps, choices)
+
+    def record(
+        self,
+        proposals: Sequence[Proposal],
+        verdicts: Sequence[Verdict | None],
+        bursts: Sequence[Burst],
+        target_seconds: float,
+        began: float,
+    ) -> None:
+        """Notes what the round did and took, for whoever measures. One that failed emitted nothing and counts
+        for nothing."""
+        ended = self.clock()
+        if self.decoder.governor is not None:
+            tokens = sum(len(burst.tokens) for burst in bursts)
+            self.decoder.governor.saw([proposal.stopped for proposal in proposals], tokens, ended - began)
+        draft_seconds = max(proposal.seconds for proposal in proposals)
+        for decoding, proposal, verdict, burst in zip(self.live, proposals, verdicts, bursts, strict=True):
+            decoding.generation.seconds = ended - decoding.began
+            if verdict is None or not burst.tokens:
+                continue
+            emitted = len(burst.tokens)
+            drafted, depth, tried = counted(proposal.tree, verdict.path, emitted)
+            decoding.generation.rounds.append(
+                Round(
+                    drafted=drafted,
+                    accepted=burst.accepted,
+                    emitted=emitted,
+                    depth=depth,
+                    tried=tried,
+                    target_seconds=target_seconds,
+                    draft_seconds=draft_seconds,
+                    seconds=ended - began,
+                    nodes=len(proposal.tree),
+                    stopped=proposal.stopped,
+                )
+            )
+            decoding.generation.emitted_at.append(ended - decoding.began)
+            if self.decoder.on_verdict is not None:
+                self.decoder.on_verdict(proposal.tree, verdict.path)
 
     def retire(self) -> None:
         """Sequences that ended leave; the last slots move into the holes, so that those in flight lie
@@ -351,6 +403,13 @@ class Batch:
     def clock(self) -> float:
         """Seconds, with the device's queue drained."""
         return now(self.target.device)
+
+
+def whole(generation: Generation) -> Generation:
+    """Raises what ended it before its time."""
+    if generation.error is not None:
+        raise generation.error
+    return generation
 
 
 def check(request: Request, window: int | None) -> None:

@@ -14,13 +14,15 @@ from torch import Tensor
 from configs.errors import ConfigError
 from configs.schema import DecodeConfig, Verification
 from decoding.drafters import Seen, Turn
+from decoding.grammar import GrammarError
 from decoding.law import Grammar, Law
-from decoding.randomness import Randomness
+from decoding.randomness import Randomness, Seeded
 from decoding.stops import StopScan
 from decoding.tree import TokenTree
 from decoding.warp import Warp
+from models.target import Target
 
-Finish = Literal["eos", "length", "stop"]
+Finish = Literal["eos", "length", "stop", "error"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,16 @@ class Params:
 
 
 @dataclass(frozen=True)
+class Request:
+    """A prompt and how to decode it. `randomness` is by default seeded with `params.seed`."""
+
+    prompt: Sequence[int]
+    params: Params
+    grammar: Grammar | None = None
+    randomness: Randomness | None = None
+
+
+@dataclass(frozen=True)
 class Round:
     """One round's counts and wall seconds.
 
@@ -68,8 +80,10 @@ class Round:
     """
 
     drafted: int  # proposed tokens; of a tree its nodes without the root
-    accepted: int  # proposed tokens that were emitted
+    accepted: int  # proposed tokens that were emitted, one a level of the tree
     emitted: int  # accepted + 1, or accepted where the cut fell on a proposed token
+    depth: int  # levels of the tree below its root; of a chain all of `drafted`
+    tried: int  # levels that were judged: those accepted, and the next one if what was proposed there failed
     target_seconds: float
     draft_seconds: float
     seconds: float
@@ -87,11 +101,12 @@ class Generation:
     """A decoded sequence; times in seconds since it was begun.
 
     The prefill emits the first token and is no round. The first round's draft_seconds include the draft's own
-    reading of the prompt.
+    reading of the prompt. One that ended by an error has the tokens of the rounds before.
     """
 
     tokens: list[int] = field(default_factory=list)  # the new ones, up to and with what ended them
     finish: Finish | None = None
+    error: GrammarError | None = None  # why, if `finish` is "error"
     rounds: list[Round] = field(default_factory=list)
     prefill_seconds: float = 0.0  # the target's forward over the prompt
     seconds: float = 0.0  # all of it
@@ -106,26 +121,18 @@ class Generation:
 
 
 class Decoding:
-    """A sequence in flight. `slot` is its place in the target's cache, `state` its drafter's."""
+    """A request in flight. `slot` is its place in the target's cache, `state` its drafter's."""
 
     def __init__(
-        self,
-        prompt: list[int],
-        params: Params,
-        randomness: Randomness,
-        grammar: Grammar | None,
-        tokenizer: Any,
-        eos_ids: frozenset[int],
-        slot: int,
-        state: Any,
-        began: float,
+        self, index: int, request: Request, target: Target, slot: int, state: Any, began: float
     ) -> None:
-        self.prompt = prompt
-        self.params = params
-        self.randomness = randomness
-        self.law = Law(params.warp, prompt, grammar)
-        self.eos_ids = eos_ids
-        self.stops = StopScan(tokenizer, params.stop)
+        self.index = index  # among the requests
+        self.prompt = list(request.prompt)
+        self.params = request.params
+        self.randomness = request.randomness or Seeded(request.params.seed)
+        self.law = Law(request.params.warp, request.prompt, request.grammar)
+        self.eos_ids = target.eos_ids
+        self.stops = StopScan(target.tokenizer, request.params.stop)
         self.slot = slot
         self.state = state
         self.began = began  # on the clock
@@ -155,22 +162,29 @@ class Decoding:
         return Turn(self.state, self.seen, self.budget, self.law, self.randomness)
 
     def emit(self, run: Sequence[int]) -> list[int]:
-        """Adds `run` to the output up to where the sequence ends, if it does: the tokens that were added."""
+        """Adds `run` to the output up to where the sequence ends, if it does: the tokens that were added.
+
+        Raises `GrammarError` if the grammar fails at them; then nothing is added.
+        """
         tokens = self.generation.tokens
         added: list[int] = []
         for token in run:
-            tokens.append(token)
             added.append(token)
             if token in self.eos_ids:
                 self.generation.finish = "eos"
             elif self.stops.completes(token):
                 self.generation.finish = "stop"
-            elif len(tokens) == self.params.max_new_tokens:
+            elif len(tokens) + len(added) == self.params.max_new_tokens:
                 self.generation.finish = "length"
             if self.generation.finish is not None:
                 break
         self.law.commit(added)
+        tokens += added
         return added
+
+    def fail(self, error: GrammarError) -> None:
+        """Ends the sequence, and this one alone, with what it has."""
+        self.generation.finish, self.generation.error = "error", error
 
     def read(self, tokens: list[int], pending: int, taps: Tensor, choices: list[int] | None = None) -> None:
         """Notes that the target has read `tokens`; added to what the drafter was not told yet."""
@@ -184,11 +198,13 @@ class Decoding:
         self.seen = replace(self.seen, start=self.seen.position, tokens=[], taps=self.seen.taps[:0])
 
 
-def counted(tree: TokenTree, path: tuple[int, ...], emitted: int) -> int:
-    """Proposed tokens that count as drafted: all, or those up to the cut if it fell on one of them."""
-    if emitted == len(path):
-        return len(tree) - 1
-    return sum(depth <= emitted for depth in tree.depth[1:])
+def counted(tree: TokenTree, path: Sequence[int], emitted: int) -> tuple[int, int, int]:
+    """(drafted, depth, tried), as in `Round`, of a round that emitted so many of `path`'s tokens and the next
+    one: of the whole tree, or of what lies before the cut if that fell on a proposed token."""
+    if emitted < len(path):
+        return sum(depth <= emitted for depth in tree.depth[1:]), emitted, emitted
+    refused = bool(tree.children(path[-1]))
+    return len(tree) - 1, max(tree.depth), len(path) - 1 + refused
 
 
 def logprob(logits: Tensor, token: int) -> float:

@@ -8,7 +8,7 @@ dynamic program finds the shape for which this is largest.
 Sequoia takes one vector for all depths (its positional independence); here each depth has its own, which
 costs nothing more and fits drafts that weaken with depth.
 
-The shape goes into a file with `decoding.shapes.write_shape`, and `decode.tree=static` reads it.
+`python -m eval.tree` puts the shape into a file, and `decode.tree=static` reads it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,33 @@ Cost = Mapping[int, float] | Callable[[int], float]  # seconds by size
 
 
 # From rounds to vectors
+
+
+class Trials:
+    """Counts what a decoder's rounds show of a draft: its `add` is a decoder's `on_verdict`."""
+
+    def __init__(self, shape: TreeShape) -> None:
+        """shape: of the trees that will be seen."""
+        ranks = 1 + max(shape.ranks)
+        self.accepted = np.zeros((shape.depth, ranks), dtype=np.int64)
+        self.tried = np.zeros((shape.depth, ranks), dtype=np.int64)
+
+    def add(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """A round: its tree, and the accepted nodes from the root on."""
+        for depth, rank, accepted in trials(tree, path):
+            self.tried[depth, rank] += 1
+            self.accepted[depth, rank] += accepted
+
+    @property
+    def depth(self) -> int:
+        """How deep anything was tried."""
+        return int(self.tried.any(1).sum())
+
+    def vectors(self, least: int) -> Array:
+        """p, float64 [depths, ranks], for the depths at which at least `least` nodes had children; none, if
+        there is no such depth."""
+        reached = int((self.tried[:, 0] >= least).sum())
+        return acceptance_vectors(self.accepted[:reached], self.tried[:reached])
 
 
 def trials(tree: TokenTree, path: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
@@ -64,6 +91,28 @@ def acceptance_vectors(accepted: ArrayLike, tried: ArrayLike) -> Array:
     hazard = np.divide(accepted, tried, out=np.zeros_like(accepted), where=tried > 0)
     refused = np.cumprod(1 - hazard, axis=1)
     return hazard * np.concatenate([np.ones((len(hazard), 1)), refused[:, :-1]], axis=1)
+
+
+def wide_shape(nodes: int, depth: int) -> TreeShape:
+    """A tree to measure with, of at most `nodes` nodes, the root included, and `depth` levels below it.
+
+    Many ranks are tried near the root, and first choices all the way down: it has the paths on which the
+    ranks, counted from 1, add up to some number at most. They are the likeliest if each rank is accepted half
+    as often as the one before.
+    """
+    if nodes < 2 or depth < 1:
+        raise ConfigError(f"A tree of {nodes} nodes and depth {depth}: set at least 2 nodes and depth 1.")
+    found = TreeShape(())
+    for most in range(1, nodes):
+        paths: list[Ranks] = []
+        level: dict[Ranks, int] = {(): most}  # what is left of the number behind each path
+        for _ in range(depth):
+            level = {(*path, rank): left - rank - 1 for path, left in level.items() for rank in range(left)}
+            paths += level
+        if len(paths) >= nodes:
+            break
+        found = TreeShape(tuple(paths))
+    return found
 
 
 # From vectors to a shape
@@ -170,6 +219,24 @@ def best_size(
 ) -> Plan:
     """The tree that emits most per second on a machine (Sequoia, §3.3), or the root alone if no tree pays.
 
+    The arguments are those of `plans`.
+    """
+    return min(
+        plans(vectors, target_seconds, draft_seconds, host_seconds, nodes, depth),
+        key=lambda plan: (plan.seconds_per_token, plan.shape.depth, plan.nodes),
+    )
+
+
+def plans(
+    vectors: ArrayLike,
+    target_seconds: Cost,
+    draft_seconds: Cost,
+    host_seconds: float = 0.0,
+    nodes: int = 128,
+    depth: int = 10,
+) -> list[Plan]:
+    """For each number of nodes, ascending, the tree that emits most per second with it.
+
     target_seconds: of a forward over n nodes; draft_seconds: of drafting a tree of that depth, whose leaves
     the draft need not read; host_seconds: a round's rest. A mapping stands for what was measured: no other
     sizes are considered. At most `nodes` nodes, the root included, and `depth` levels below it.
@@ -184,16 +251,15 @@ def best_size(
         raise ConfigError(
             f"No target times for 1 to {nodes} nodes: measure some, the one for 1 node above all."
         )
-    plans: list[tuple[float, int, int, float]] = []  # seconds per token, depth, nodes, seconds
     programs = {d: Program(by_depth(vectors, d), sizes[-1]) for d in [0, *depths]}
-    for d, program in programs.items():
-        drafting = seconds(draft_seconds, d) if d else 0.0
-        for n in sizes:
-            round_seconds = drafting + seconds(target_seconds, n) + host_seconds
-            plans.append((round_seconds / float(program.value[0, n]), d, n, round_seconds))
-    _, d, n, round_seconds = min(plans)
-    best = programs[d].best(n)
-    return Plan(best.shape, best.expected_tokens, n, round_seconds)
+    drafting = {d: seconds(draft_seconds, d) if d else 0.0 for d in programs}
+    made = []
+    for n in sizes:
+        rest = seconds(target_seconds, n) + host_seconds
+        d = min(programs, key=lambda d: (drafting[d] + rest) / float(programs[d].value[0, n]))
+        best = programs[d].best(n)
+        made.append(Plan(best.shape, best.expected_tokens, n, drafting[d] + rest))
+    return made
 
 
 def seconds(cost: Cost, size: int) -> float:

@@ -98,6 +98,11 @@ class Conditions:
     traffic: str | None = None
     vectors: list[list[float]] | None = None  # [depth][rank]: acceptances that the shape was computed from
     expected_tokens: float | None = None  # per round, by those vectors
+    rounds: int | None = None  # that the vectors rest on
+    batch_size: int | None = None
+    seconds: dict[str, Any] | None = None  # of the forwards that the size was weighed with, by size
+    speedup: float | None = None  # predicted by these: seconds per token of plain decoding over the tree's
+    measured: dict[str, Any] | None = None  # where: models.provenance
 
 
 def write_shape(path: Path, shape: TreeShape, conditions: Conditions) -> None:
@@ -115,7 +120,7 @@ def read_shape(path: Path) -> tuple[TreeShape, Conditions]:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
     except ConfigError as error:
         reason = str(error)
-    raise ConfigError(f"{path} is not a tree's shape: {reason} Write it anew with decoding.sequoia.")
+    raise ConfigError(f"{path} is not a tree's shape: {reason} Write it anew: python -m eval.tree.")
 
 
 def parsed(file: Any) -> tuple[TreeShape, Conditions]:

@@ -17,12 +17,13 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from torch import nn
 
-from configs.schema import Config
+from configs.errors import ConfigError
+from configs.schema import Config, DecodeConfig, Tree
 from data.tokens import Prompt
-from decoding.build import build_decoder
+from decoding.build import build_decoder, shape_of
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
-from decoding.sequence import Generation, Params
+from decoding.sequence import Generation, Params, Round
 from decoding.verify import lossless
 from eval.generate import generate
 from eval.machine import Contention, PeakMemory
@@ -37,13 +38,14 @@ Step = tuple[int, float, Prompt]  # repeat, temperature, prompt
 class Bench:
     """The two decoders, and how a pair of runs is made."""
 
-    def __init__(self, config: Config, target: Target, draft: nn.Module) -> None:
+    def __init__(self, config: Config, target: Target, draft: nn.Module, name: str = "draft") -> None:
+        """name: tells the draft from others where its costs are kept."""
         self.config = config
         self.target = target
         self.method = str(draft.method)
         self.decoders = {
             "plain": Decoder(target, PlainDrafter()),
-            "draft": build_decoder(target, draft, config.decode),
+            "draft": build_decoder(target, draft, config.decode, name),
         }
 
     def conditions(self) -> Conditions:
@@ -53,7 +55,15 @@ class Bench:
             dtype=dtype_name(self.target),
             draft_tokens=decode.draft_tokens,
             proposal=decode.proposal.value,
+            drafters=tuple(kind.value for kind in decode.drafters),
+            tree=decode.tree.value,
+            tree_nodes=nodes_of(decode),
+            tree_width=decode.tree_width if decode.tree is Tree.dynamic else None,
+            tree_file=decode.tree_file if decode.tree is Tree.static else None,
+            stop_drafting=decode.stop_drafting.value if decode.tree is Tree.chain else None,
+            verification=decode.verification.value,
             lossless=lossless(decode.verification),
+            batch_size=decode.batch_size,
             top_k=decode.top_k,
             top_p=decode.top_p,
             confidence=measured.confidence,
@@ -93,10 +103,8 @@ class Bench:
     def params(self, prompt: Prompt, temperature: float, repeat: int) -> Params:
         """The run's parameters; prompts and repeats draw different random numbers, both ways of decoding the
         same."""
-        digest = hashlib.sha256(f"{self.config.seed} {repeat} {prompt.id}".encode()).digest()
-        return dataclasses.replace(
-            Params.of(self.config.decode, int.from_bytes(digest[:4], "big")), temperature=temperature
-        )
+        seed = seed_of(self.config.seed, repeat, prompt)
+        return dataclasses.replace(Params.of(self.config.decode, seed), temperature=temperature)
 
     def pair(self, prompt: Prompt, temperature: float, repeat: int, first: str) -> Pair:
         params = self.params(prompt, temperature, repeat)
@@ -159,6 +167,38 @@ class Bench:
         }
 
 
+def check_decoding(decode: DecodeConfig) -> None:
+    """Refuses, before a model is loaded, what cannot be measured, or would not be what it says."""
+    if decode.batch_size != 1:
+        raise ConfigError(
+            f"decode.batch_size={decode.batch_size}, and eval.measure decodes one prompt at a time: its "
+            "figures would not be those of a batch. Set decode.batch_size=1."
+        )
+    if decode.tree is Tree.static and (depth := shape_of(decode.tree_file).depth) > decode.draft_tokens:
+        raise ConfigError(
+            f"The tree in decode.tree_file={decode.tree_file} is {depth} levels deep, and "
+            f"decode.draft_tokens={decode.draft_tokens} would cut it. Set decode.draft_tokens={depth}."
+        )
+
+
+def nodes_of(decode: DecodeConfig) -> int | None:
+    """How many tokens a network's tree has at most, its root left out; None for a chain, which
+    decode.draft_tokens limits."""
+    match decode.tree:
+        case Tree.chain:
+            return None
+        case Tree.dynamic:
+            return decode.tree_nodes
+        case Tree.static:
+            return len(shape_of(decode.tree_file)) - 1
+
+
+def seed_of(seed: int, repeat: int, prompt: Prompt) -> int:
+    """32 bits of its own for each prompt and repeat of a run."""
+    digest = hashlib.sha256(f"{seed} {repeat} {prompt.id}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")
+
+
 def turns(plan: Sequence[Step]) -> list[str]:
     """Which of the two ways goes first in each pair. They alternate within every category, since alternating
     over the whole plan, in which the categories take turns, could give one category the same order
@@ -196,6 +236,10 @@ def run_key(
         "config": [plain[name] for name in ("seed", "threads", "target", "decode")],
         "eval": [plain["eval"][name] for name in ("warmup_prompts", "compare_generate")],
         "draft": draft_hash(folder),
+        "tree": sha256_file(Path(str(config.decode.tree_file)))
+        if config.decode.tree is Tree.static
+        else None,
+        "round": [field.name for field in dataclasses.fields(Round)],  # what the lines hold
         "target": target.fingerprint(),
         "prompts": [[prompt.id, content(prompt)] for prompt in chosen],
         "place": [where["git"], where["hardware"], where["versions"]],

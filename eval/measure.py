@@ -23,7 +23,16 @@ from configs.entry import entry
 from configs.errors import TrafficError
 from configs.schema import Config
 from data.tokens import Prompt, evenly, prompts, split_file
-from eval.bench import Bench, Partial, as_plain, content, draft_hash, dtype_name, run_key
+from eval.bench import (
+    Bench,
+    Partial,
+    as_plain,
+    check_decoding,
+    content,
+    draft_hash,
+    dtype_name,
+    run_key,
+)
 from eval.machine import share_of_others
 from eval.report import report
 from eval.rows import Conditions, Pair, gaps, quantile_curve, rows, verdict
@@ -47,10 +56,12 @@ def measure(config: Config, console: Console) -> dict[str, Any]:
     """Measures, writes measure.json and report.html, prints the table; returns what measure.json holds.
 
     Everything that can be refused is refused before a model is timed. Raises `CheckpointError` (no draft, or
-    another target's), `TrafficError` (no held-out prompts, or some that were trained on) and `StorageError`.
+    another target's), `ConfigError` (a tree that is not there, a batch), `TrafficError` (no held-out prompts,
+    or some that were trained on) and `StorageError`.
     """
     folder = find_draft(config.eval.draft, Path(config.runs), config.experiment)
     output = Path(config.eval.output) if config.eval.output else default_output(folder)
+    check_decoding(config.decode)
     ensure_writable(output)
     heldout, trained = prompts(config, "heldout"), prompts(config, "train")
     check_heldout(config, heldout, trained)
@@ -61,7 +72,7 @@ def measure(config: Config, console: Console) -> dict[str, Any]:
     target = Target.load(config.target)
     draft = load_draft(folder, target)
     key = run_key(config, where, folder, target, chosen)
-    bench = Bench(config, target, draft)
+    bench = Bench(config, target, draft, draft_hash(folder))
     pairs, loads = bench.run(chosen, Partial(output / PARTIAL, key, console), console)
     measurement = {
         "schema": SCHEMA,

@@ -15,6 +15,13 @@ from matplotlib.ticker import PercentFormatter
 # Drawn in these, then replaced by CSS variables, so that the pictures follow the page's light or dark theme.
 INK, MUTED, PLAIN, DRAFT = "#010203", "#040506", "#070809", "#0a0b0c"
 COLOURS = {INK: "var(--ink)", MUTED: "var(--muted)", PLAIN: "var(--plain)", DRAFT: "var(--draft)"}
+# For a picture outside the report, readable on light and on dark pages.
+FIXED = {
+    "var(--ink)": "#7d8590",
+    "var(--muted)": "#9aa1a9",
+    "var(--plain)": "#9aa1a9",
+    "var(--draft)": "#2f81f7",
+}
 STYLE = {
     "svg.fonttype": "none",
     "font.size": 11,
@@ -49,6 +56,13 @@ def draw(plot: Callable[[Axes], None], name: str, height: float = 2.9) -> str:
     svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
     for drawn, themed in COLOURS.items():
         svg = svg.replace(drawn, themed)
+    return svg
+
+
+def standalone(svg: str) -> str:
+    """`svg` with colours of its own, as a file."""
+    for themed, fixed in FIXED.items():
+        svg = svg.replace(themed, fixed)
     return svg
 
 

@@ -116,7 +116,7 @@ def tiles(whole: Row, before: Row) -> str:
         (
             "Drafted tokens accepted",
             percent(whole["acceptance_rate"]),
-            f"{whole['rounds']} rounds of up to {whole['draft_tokens']}",
+            f"{whole['rounds']} rounds of a {tree(whole)}",
         ),
         (
             "Tokens per second",
@@ -187,10 +187,10 @@ def pictures(drafted: Rows, curves: dict[str, Any], temperature: float) -> str:
             whole["acceptance_by_position"], whole["conditional_acceptance"], f"positions {temperature}"
         )
         text = (
-            "Full bars: the share of all rounds in which the token drafted at that position was accepted. "
-            "They can only fall. Pale bars: the share among the rounds that got that far. If the pale bars "
-            "fall steeply, the draft loses its way on its own output; if they stay level, longer drafts "
-            "are worth trying."
+            "Full bars: the share of all rounds in which a token drafted at that position was accepted (of a "
+            "tree, at that depth). They can only fall. Pale bars: the share among the rounds that got that "
+            "far. If the pale bars fall steeply, the draft loses its way on its own output; if they stay "
+            "level, longer drafts are worth trying."
         )
         made.append(figure(svg, "Acceptance by position", text))
     timed = [
@@ -283,7 +283,8 @@ def conditions(measurement: dict[str, Any]) -> str:
         "Numbers": f"{target['dtype']}, {target['attention']} attention, batch 1",
         "Target": target["name"] + (f" ({target['gguf_file']}, dequantised)" if target["gguf_file"] else ""),
         "Draft": f"{draft['folder']} ({draft['parameters'] / 1e6:.1f} M parameters)",
-        "Decoding": f"{row['draft_tokens']} drafted tokens, top-k {top_k}, top-p {top_p}",
+        "Drafting": drafting(row),
+        "Decoding": f"{row['verification']} verification, top-k {top_k}, top-p {top_p}",
         "Prompts": listing(traffic["measured"]),
         "Held out": f"{sum(traffic['heldout'].values())} prompts, none of them among the "
         f"{traffic['train_prompts']} training prompts, by {traffic['disjoint']['by']}",
@@ -296,6 +297,30 @@ def conditions(measurement: dict[str, Any]) -> str:
     }
     listed = "".join(f"<div><dt>{name}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items())
     return f'<h2>Conditions</h2><div class="card"><dl>{listed}</dl></div>'
+
+
+def tree(row: Row) -> str:
+    """What a round of a speculative row drafts, as in "chain of 4"."""
+    match row["tree"]:
+        case "chain":
+            return f"chain of {row['draft_tokens']}"
+        case "dynamic":
+            return (
+                f"dynamic tree of {row['tree_nodes']}, {row['tree_width']} wide and up to "
+                f"{row['draft_tokens']} deep"
+            )
+        case kind:
+            return f"{kind} tree of {row['tree_nodes']}"
+
+
+def drafting(row: Row) -> str:
+    """Everything that a speculative row says of how its tokens were drafted."""
+    said = [tree(row), f"{row['proposal']} proposals", f"by {' and '.join(row['drafters'])}"]
+    if row["tree_file"] is not None:
+        said.insert(1, f"shape from {row['tree_file']}")
+    if row["stop_drafting"] not in (None, "fixed"):
+        said.append(f"stopped by {row['stop_drafting']}")
+    return ", ".join(said)
 
 
 def place(measurement: dict[str, Any]) -> str:

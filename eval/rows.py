@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from decoding.acceptance import (
     acceptance_by_position,
     acceptance_rate,
-    bootstrap_ratio,
+    bootstrap,
     conditional_acceptance,
     mean_acceptance_length,
 )
@@ -104,8 +104,30 @@ class Conditions:
     confidence: float
     resamples: int
     seed: int
+    drafters: tuple[str, ...] = ("draft",)
+    tree: str = "chain"
+    tree_nodes: int | None = None  # at most drafted for a tree, its root left out; None: as the chain goes
+    tree_width: int | None = None
+    tree_file: str | None = None
+    stop_drafting: str | None = "fixed"  # None: a tree, which stops by its shape
+    verification: str = "rejection"
     lossless: bool = True
     batch_size: int = 1
+
+    def drafting(self, drafted: bool) -> dict[str, Any]:
+        """What a row says of how its tokens were drafted and judged; a plain one's were not."""
+        said = {
+            "draft_tokens": self.draft_tokens,
+            "proposal": self.proposal,
+            "drafters": list(self.drafters),
+            "tree": self.tree,
+            "tree_nodes": self.tree_nodes,
+            "tree_width": self.tree_width,
+            "tree_file": self.tree_file,
+            "stop_drafting": self.stop_drafting,
+            "verification": self.verification,
+        }
+        return said if drafted else {**dict.fromkeys(said), "draft_tokens": 0}
 
 
 def rows(pairs: Sequence[Pair], conditions: Conditions) -> list[dict[str, Any]]:
@@ -144,8 +166,7 @@ def row(
         "temperature": temperature,
         "top_k": conditions.top_k,
         "top_p": conditions.top_p,
-        "draft_tokens": conditions.draft_tokens if drafted else 0,
-        "proposal": conditions.proposal if drafted else None,
+        **conditions.drafting(drafted),
         "batch_size": conditions.batch_size,
         "context_bucket": bucket,
         "category": category,
@@ -167,14 +188,12 @@ def acceptance(pairs: Sequence[Pair], runs: Sequence[Run], conditions: Condition
     rounds = [round for run in runs for round in run.rounds]
     counts = [(sum(r.accepted for r in run.rounds), len(run.rounds)) for run in runs]
     sums = clustered(pairs, counts)
-    spread = bootstrap_ratio(
-        sums[:, 0].tolist(), sums[:, 1].tolist(), conditions.confidence, conditions.resamples, conditions.seed
-    )
+    spread = interval(lambda s: 1 + s[..., 0] / s[..., 1], sums, conditions)
     return {
         "rounds": len(rounds),
         "new_tokens": sum(len(run.tokens) for run in runs),
         "mean_acceptance_length": mean_acceptance_length(rounds),
-        "mean_acceptance_length_ci": [1 + end for end in spread] if spread and len(sums) > 1 else None,
+        "mean_acceptance_length_ci": spread,
         "acceptance_rate": acceptance_rate(rounds),
         "acceptance_by_position": acceptance_by_position(rounds) or None,
         "conditional_acceptance": conditional_acceptance(rounds) or None,
@@ -220,7 +239,7 @@ def speed(
         with np.errstate(divide="ignore", invalid="ignore"):
             value = float(quotient(sums.sum(0)))
         speeds[name] = value if np.isfinite(value) else None
-        speeds[f"{name}_ci"] = bootstrap(quotient, sums, conditions) if np.isfinite(value) else None
+        speeds[f"{name}_ci"] = interval(quotient, sums, conditions) if np.isfinite(value) else None
     return speeds
 
 
@@ -295,34 +314,23 @@ def clustered(pairs: Sequence[Pair], values: Sequence[tuple[float, ...]]) -> NDA
     return np.stack(list(sums.values()))
 
 
-def bootstrap(
+def interval(
     statistic: Callable[[NDArray[np.float64]], NDArray[np.float64]],
     sums: NDArray[np.float64],
     conditions: Conditions,
 ) -> Interval:
-    """[low, high] of `statistic` (sums [..., k] -> [...]) when prompts are drawn again with replacement.
-
-    The percentile interval. None below two prompts, which say nothing about the spread between prompts.
-    """
-    prompts = len(sums)
-    if prompts < 2:
-        return None
-    generator = np.random.default_rng(conditions.seed)
-    times = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=conditions.resamples)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values = statistic(times @ sums)
-    values = values[np.isfinite(values)]
-    tail = (1 - conditions.confidence) / 2
-    return [float(np.quantile(values, q)) for q in (tail, 1 - tail)] if len(values) else None
+    """[low, high] of `statistic` (sums [..., k] -> [...]) when prompts are drawn again with replacement."""
+    ends = bootstrap(statistic, sums, conditions.confidence, conditions.resamples, conditions.seed)
+    return None if ends is None else list(ends)
 
 
 def verdict(row: dict[str, Any]) -> str:
     """What a row's interval says about speed: 1.0 is plain decoding."""
-    interval: Interval = row["speedup_ci"]
-    if row["speedup"] is None or interval is None:
+    ends: Interval = row["speedup_ci"]
+    if row["speedup"] is None or ends is None:
         return "cannot tell (too few prompts or rounds for an interval)"
-    if interval[0] > 1:
+    if ends[0] > 1:
         return "speculation pays"
-    if interval[1] < 1:
+    if ends[1] < 1:
         return "speculation does not pay"
     return "not shown to pay (the interval contains 1.0)"

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from eval.report import interval, number, percent, sentence, times
+from eval.report import interval, number, percent, sentence, times, tree
 
 
 def show(measurement: dict[str, Any], output: Path, console: Console) -> None:
@@ -43,8 +43,10 @@ def show(measurement: dict[str, Any], output: Path, console: Console) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]], temperature: float) -> Table:
+    speculative = next(row for row in rows if row["method"] != "plain")
     made = Table(
-        title=f"Held-out prompts, temperature {temperature:g}, {rows[0]['dtype']}, batch 1",
+        title=f"Held-out prompts, temperature {temperature:g}, {rows[0]['dtype']}, {tree(speculative)}, "
+        f"batch {speculative['batch_size']}",
         title_justify="left",
     )
     for name in ("category", "τ", "accepted", "tok/s", "speedup", "identical"):

@@ -15,7 +15,16 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "datasets", "accelerate", "numpy")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "datasets",
+    "accelerate",
+    "numpy",
+    "llguidance",
+)
 
 
 def provenance() -> dict[str, Any]:

@@ -263,6 +263,8 @@ def bench(options: argparse.Namespace) -> None:
     template = Template.of(Target.load(TargetConfig(name=options.target)))
     rows = read_lines(options.prompts)[:: options.every][: options.count]
     prompts = [template.prompt(row["messages"]) for row in rows]
+    if len(prompts) < 2:
+        raise ConfigError(f"{len(prompts)} prompts show no spread, which intervals need: take two or more.")
     with console.status("decoding") as status:
         tallies = run(made, prompts, lambda text: status.update(f"decoding {text}"))
     peers = {name: peer for name, (_, peer) in made.items()}

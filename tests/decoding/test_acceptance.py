@@ -14,8 +14,13 @@ from decoding.acceptance import (
 from decoding.sequence import Round
 
 
+def done(drafted: int, accepted: int, depth: int, tried: int) -> Round:
+    return Round(drafted, accepted, accepted + 1, depth, tried, 0.0, 0.0, 0.0)
+
+
 def rounds(*pairs: tuple[int, int]) -> list[Round]:
-    return [Round(drafted, accepted, accepted + 1, 0.0, 0.0, 0.0) for drafted, accepted in pairs]
+    """Of chains: (drafted, accepted)."""
+    return [done(drafted, accepted, drafted, min(accepted + 1, drafted)) for drafted, accepted in pairs]
 
 
 # The last round drafted one token only, because the sequence was about to end.
@@ -38,6 +43,20 @@ def test_positions_add_up_to_the_mean_length() -> None:
     assert 1 + sum(acceptance_by_position(ROUNDS)) == mean_acceptance_length(ROUNDS)
 
 
+def test_positions_of_a_tree_are_its_levels() -> None:
+    """0 - 1 - 4 - 5   Round by round the target accepted 1 and 4, then refused 5; accepted 2, a leaf; refused
+      \\ 2             1, 2 and 3.
+      \\ 3
+
+    Level 1 was tried three times and accepted twice; level 2 only under node 1, once; level 3 once, in vain.
+    """
+    trees = [done(5, 2, 3, 3), done(5, 1, 3, 1), done(5, 0, 3, 1)]
+    assert acceptance_by_position(trees) == [2 / 3, 1 / 3, 0]
+    assert conditional_acceptance(trees) == [2 / 3, 1, 0]
+    assert mean_acceptance_length(trees) == 2
+    assert acceptance_rate(trees) == 3 / 15  # of all that was drafted
+
+
 def test_what_was_not_counted_is_absent() -> None:
     assert mean_acceptance_length([]) is None
     assert acceptance_rate(rounds((0, 0))) is None
@@ -49,6 +68,11 @@ def test_what_was_not_counted_is_absent() -> None:
 
 def test_interval_of_equal_prompts_is_a_point() -> None:
     assert bootstrap_ratio([4, 8, 2], [2, 4, 1], 0.95, 200, seed=0) == (2, 2)
+
+
+def test_one_prompt_has_no_interval() -> None:
+    assert bootstrap_ratio([3], [1], 0.95, 100, seed=0) is None
+    assert bootstrap_ratio([], [], 0.95, 100, seed=0) is None
 
 
 def test_interval_resamples_prompts() -> None:

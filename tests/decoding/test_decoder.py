@@ -15,7 +15,8 @@ from decoding.build import build_drafter
 from decoding.decoder import Decoder, Emitted, Request
 from decoding.drafters import Proposal, Seen, Turn
 from decoding.drafters.plain import PlainDrafter
-from decoding.sequence import Generation, Params, Round
+from decoding.sequence import Generation, Params, Round, counted
+from decoding.tree import TokenTree
 from models.eagle3 import Eagle3
 from models.target import Target
 from tests.decoding.oracles import Bush, Oracle
@@ -281,7 +282,54 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
         params(**wrong)
 
 
+def test_levels_of_a_tree_are_counted() -> None:
+    """In a bush every level has a wrong node, and then one that is right but at position 4.
+
+    10 - x           Round 1: 11 is accepted, both nodes of the second level are refused: of 3 levels 2 were
+       \\ 11 - x      tried. It emits 11 and 12.
+            \\ x - x  Round 2 drafts 13 14 15 and accepts them.
+                 \\ 13
+    """
+    drafter = Bush(SCRIPT, wrong=lambda position: position == 4)
+    done = decoder_of(ForcedTarget(SCRIPT, 40), drafter).generate(
+        [1, 2], params(draft_tokens=3, max_new_tokens=7)
+    )
+    assert done.tokens == [10, 11, 12, 13, 14, 15, 16]
+    assert [(r.drafted, r.depth, r.tried, r.accepted) for r in done.rounds] == [(6, 3, 2, 1), (6, 3, 3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("path", "emitted", "expected"),
+    [
+        ((0, 2, 5), 3, (6, 3, 2)),  # 5 is a leaf: all was emitted, and nothing was tried behind it
+        ((0, 1), 2, (6, 3, 2)),  # 4 was tried behind 1, and refused
+        ((0,), 1, (6, 3, 1)),
+        ((0, 1, 4, 6), 4, (6, 3, 3)),
+        ((0, 1, 4, 6), 3, (6, 3, 3)),  # cut after 6: the levels up to it count, whole
+        ((0, 1, 4, 6), 2, (5, 2, 2)),  # cut after 4
+        ((0, 1, 4, 6), 1, (3, 1, 1)),
+    ],
+)
+def test_what_counts_of_a_tree(path: tuple[int, ...], emitted: int, expected: tuple[int, int, int]) -> None:
+    """0 - 1 - 4 - 6    (drafted, depth, tried) of a round that emitted so many tokens.
+    \\ 2 - 5
+    \\ 3
+    """
+    tree = TokenTree([0] * 7, [-1, 0, 0, 0, 1, 2, 4])
+    assert counted(tree, path, emitted) == expected
+
+
+def test_trees_and_paths_are_shown() -> None:
+    """The same run: each round's tree and the nodes accepted of it, the prefill's not."""
+    seen: list[tuple[list[int], list[int]]] = []
+    decoder: Any = decoder_of(ForcedTarget(SCRIPT, 40), Bush(SCRIPT, wrong=lambda position: position == 4))
+    decoder.on_verdict = lambda tree, path: seen.append((tree.tokens, list(path)))
+    decoder.generate([1, 2], params(draft_tokens=2, max_new_tokens=5))
+    # The wrong token at position p is script[p] + 1 modulo 4, and every first child is one more than that.
+    assert seen == [([10, 0, 11, 2, 1], [0, 2]), ([12, 2, 13], [0, 2])]
+
+
 def test_own_time_is_what_the_models_did_not_take() -> None:
-    done = Round(4, 2, 3, target_seconds=0.5, draft_seconds=0.25, seconds=0.76)
+    done = Round(4, 2, 3, 4, 3, target_seconds=0.5, draft_seconds=0.25, seconds=0.76)
     assert done.own_seconds == pytest.approx(0.01)
     assert Generation(rounds=[done, done]).decoder_ms_per_round == pytest.approx(10)

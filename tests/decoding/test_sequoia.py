@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 from configs.errors import ConfigError, StorageError
-from decoding.sequoia import acceptance_vectors, best_size, best_tree, expected_tokens, trials
+from decoding.sequoia import (
+    Trials,
+    acceptance_vectors,
+    best_size,
+    best_tree,
+    expected_tokens,
+    plans,
+    trials,
+    wide_shape,
+)
 from decoding.shapes import Conditions, TreeShape, read_shape, write_shape
 from decoding.tree import TokenTree
 
@@ -79,6 +88,36 @@ def test_vectors_of_counts() -> None:
     accepted = [[6, 2, 1], [6, 1, 0]]
     tried = [[10, 4, 2], [10, 2, 0]]
     assert acceptance_vectors(accepted, tried) == pytest.approx(np.array([[0.6, 0.2, 0.1], [0.6, 0.2, 0.0]]))
+
+
+def test_trials_of_rounds_are_counted() -> None:
+    """The tree above, verified three times: 0 2 5 as there; 0 alone, all three refused; 0 1, whose only child
+    was refused.
+
+    depth 0: rank 0 tried 3 times, accepted once; rank 1 tried by the first two, accepted once; rank 2 once.
+    depth 1: rank 0 tried under 2 and under 1, accepted once. depth 2: ranks 0 and 1 tried once, in vain.
+    """
+    tree = TokenTree([0] * 8, [-1, 0, 0, 0, 1, 2, 5, 5])
+    seen = Trials(TreeShape.of((3, 3, 3, 3)))
+    for path in ((0, 2, 5), (0,), (0, 1)):
+        seen.add(tree, path)
+    assert seen.tried.tolist() == [[3, 2, 1], [2, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert seen.accepted.tolist() == [[1, 1, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert seen.depth == 3
+    # rank 1: half of the 2/3 that refused rank 0.
+    assert seen.vectors(least=2) == pytest.approx(np.array([[1 / 3, 1 / 3, 0], [1 / 2, 0, 0]]))
+    assert len(seen.vectors(least=4)) == 0
+
+
+def test_wide_shape_is_wide_above_and_deep_below() -> None:
+    # Ranks from 1 that add up to 3 at most: 1, 2, 3; 11, 12, 21; 111. With the root 8 nodes.
+    most3 = TreeShape(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+    assert wide_shape(8, depth=9) == wide_shape(15, depth=9) == most3
+    assert len(wide_shape(64, depth=6)) == 64  # every further rank or level doubles it
+    assert wide_shape(8, depth=1) == TreeShape.of([7])
+    assert wide_shape(2, depth=3) == TreeShape.of([1])
+    with pytest.raises(ConfigError, match="at least 2 nodes and depth 1"):
+        wide_shape(1, depth=3)
 
 
 def test_impossible_counts_are_refused() -> None:
@@ -193,6 +232,18 @@ def test_best_size_weighs_tokens_against_time() -> None:
     assert plan(1.0)[2] == pytest.approx(4.0)
 
 
+def test_each_size_gets_its_own_depth() -> None:
+    """As above with a draft of 1 second a level: at 3 nodes a chain of 2 costs 7 s for 1.75 tokens, and two
+    leaves (p = .5 and .3) cost 6 s for 1.8."""
+    found = plans([[0.5, 0.3]], lambda n: 4.0, lambda depth: 1.0 * depth, 1.0, nodes=3, depth=2)
+    assert [(plan.nodes, plan.shape) for plan in found] == [
+        (1, TreeShape(())),
+        (2, TreeShape.chain(1)),
+        (3, TreeShape.of([2])),
+    ]
+    assert [plan.seconds_per_token for plan in found] == pytest.approx([5, 6 / 1.5, 6 / 1.8])
+
+
 def test_only_measured_sizes_are_considered() -> None:
     target = {1: 1.0, 4: 1.1, 8: 1.9, 256: 0.1}
     best = best_size(EXAMPLE, target, {1: 0.1, 2: 0.1, 3: 0.1, 99: 0.0}, nodes=128)
@@ -220,7 +271,9 @@ def test_best_size_is_the_best_of_all_trees() -> None:
 
 def test_a_shape_comes_back_from_its_file(tmp_path: Path) -> None:
     best = best_tree(EXAMPLE, 16, 9)
-    conditions = Conditions(0.7, "sampled", "runs/x/draft", "heldout.jsonl", EXAMPLE, best.expected_tokens)
+    conditions = Conditions(
+        0.7, "sampled", "runs/x/draft", "train.jsonl", EXAMPLE, best.expected_tokens, 800, speedup=1.3
+    )
     write_shape(tmp_path / "new" / "tree.json", best.shape, conditions)
     assert read_shape(tmp_path / "new" / "tree.json") == (best.shape, conditions)
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["tree.json"]

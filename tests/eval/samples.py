@@ -22,7 +22,7 @@ CONDITIONS = Conditions(
 
 def plain_run(tokens: list[int], step: float = 1.0) -> Run:
     """The first token after one `step` of prefill, each other after one more."""
-    rounds = [Round(0, 0, 1, 0.9 * step, 0.0, step) for _ in tokens[1:]]
+    rounds = [Round(0, 0, 1, 0, 0, 0.9 * step, 0.0, step) for _ in tokens[1:]]
     times = [step * (i + 1) for i in range(len(tokens))]
     return Run(tokens, "length", times[-1], step, times, rounds, peak_memory_mb=100.0)
 
@@ -30,7 +30,7 @@ def plain_run(tokens: list[int], step: float = 1.0) -> Run:
 def draft_run(tokens: list[int], accepted: list[int], seconds: float = 1.5) -> Run:
     """Prefill of 1 s, then rounds of `seconds` that drafted 2 tokens each: 1 s in the target, 0.4 s in the
     draft."""
-    rounds = [Round(2, a, a + 1, 1.0, 0.4, seconds) for a in accepted]
+    rounds = [Round(2, a, a + 1, 2, min(a + 1, 2), 1.0, 0.4, seconds) for a in accepted]
     times = [1.0 + seconds * i for i in range(len(accepted) + 1)]
     return Run(tokens, "length", times[-1], 1.0, times, rounds, peak_memory_mb=120.0)
 

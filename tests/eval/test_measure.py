@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from configs.errors import CheckpointError, StorageError, TrafficError
+from configs.errors import CheckpointError, ConfigError, StorageError, TrafficError
 from configs.schema import (
     Config,
     DataConfig,
@@ -21,9 +21,12 @@ from configs.schema import (
     EvalConfig,
     MethodConfig,
     TargetConfig,
+    Tree,
     Verification,
 )
 from data.tokens import Prompt, evenly
+from decoding.shapes import Conditions as Made
+from decoding.shapes import TreeShape, write_shape
 from eval.bench import Bench, Partial, run_key, turns
 from eval.generate import generate
 from eval.measure import PARTIAL, measure
@@ -109,6 +112,22 @@ def test_a_whole_measurement(config: Config) -> None:
     assert not (folder(config) / PARTIAL).exists()
 
 
+def test_a_static_tree_is_measured_by_its_levels(config: Config, tmp_path: Path) -> None:
+    """Two levels of 2 and 4 nodes; nearly flat laws, so that some drafts of the untrained network pass."""
+    write_shape(tmp_path / "tree.json", TreeShape.of((2, 2)), Made())
+    config.decode.tree, config.decode.tree_file = Tree.static, str(tmp_path / "tree.json")
+    config.decode.temperature, config.eval.temperatures = 20.0, [20.0]
+    made, screen = run(config)
+    whole = next(row for row in made["rows"] if row["method"] == "eagle3")
+    said = [whole[name] for name in ("tree", "tree_nodes", "tree_width", "tree_file", "stop_drafting")]
+    assert said == ["static", 6, None, str(tmp_path / "tree.json"), None]
+    assert len(whole["acceptance_by_position"]) == 2
+    assert sum(whole["acceptance_by_position"]) == pytest.approx(whole["mean_acceptance_length"] - 1)
+    # The last round of a sequence drafts nothing, and so tries nothing.
+    assert whole["conditional_acceptance"][0] > whole["acceptance_by_position"][0] > 0
+    assert "static tree of 6, batch 1" in screen
+
+
 def test_order_alternates_within_each_category_and_between_repeats() -> None:
     """a, b, a, b by turns: alternating over all of them would start every a with plain."""
     prompts = [Prompt(f"{category}{i}", category, [i]) for i in range(2) for category in "ab"]
@@ -175,6 +194,12 @@ def test_the_key_covers_what_a_pair_depends_on(config: Config, target: Target, t
     assert key != run_key(config, where, draft, tiny_target(seed=1), chosen)
     save_draft(tmp_path / "other", tiny_draft(target, seed=1), target, {})
     assert key != run_key(config, where, tmp_path / "other", target, chosen)
+    config.decode.tree, config.decode.tree_file = Tree.static, str(tmp_path / "tree.json")
+    keys = []
+    for shape in (TreeShape.of((2,)), TreeShape.of((3,))):
+        write_shape(tmp_path / "tree.json", shape, Made())
+        keys.append(run_key(config, where, draft, target, chosen))
+    assert len({key, *keys}) == 3  # the same name, another tree
     config.seed = 1
     assert key != run_key(config, where, draft, target, chosen)
 
@@ -244,6 +269,20 @@ def test_prompts_are_taken_evenly() -> None:
 def test_no_draft_yet(config: Config, tmp_path: Path) -> None:
     config.runs = str(tmp_path / "empty")
     with pytest.raises(CheckpointError, match=r"train\.distill"):
+        run(config)
+
+
+def test_what_would_not_be_measured_as_it_is_set(config: Config, tmp_path: Path) -> None:
+    config.decode.batch_size = 8
+    with pytest.raises(ConfigError, match=r"batch_size=8.*one prompt at a time"):
+        run(config)
+    config.decode.batch_size = 1
+    config.decode.tree = Tree.static
+    config.decode.tree_file = str(tmp_path / "tree.json")
+    with pytest.raises(ConfigError, match=r"tree\.json does not exist.*eval\.tree"):
+        run(config)
+    write_shape(tmp_path / "tree.json", TreeShape.chain(3), Made())
+    with pytest.raises(ConfigError, match=r"3 levels deep.*would cut it.*draft_tokens=3"):
         run(config)
 
 

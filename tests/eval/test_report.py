@@ -53,6 +53,29 @@ def test_figures_with_their_conditions() -> None:
     assert page.count("<svg") == 4
 
 
+def test_how_tokens_were_drafted_is_said() -> None:
+    page = report(measurement())
+    assert "4 rounds of a chain of 2" in page
+    assert "chain of 2, sampled proposals, by draft<" in page
+    assert "rejection verification" in page
+
+    tree = measurement()
+    for row in tree["rows"]:
+        if row["method"] != "plain":
+            row.update(tree="dynamic", tree_nodes=8, tree_width=3, stop_drafting=None)
+    assert "rounds of a dynamic tree of 8, 3 wide and up to 2 deep" in report(tree)
+
+    for row in tree["rows"]:
+        if row["method"] != "plain":
+            row.update(
+                tree="static", tree_width=None, tree_file="<x>/tree.json", drafters=["draft", "lookup"]
+            )
+    assert (
+        "static tree of 8, shape from &lt;x&gt;/tree.json, sampled proposals, by draft and lookup"
+        in report(tree)
+    )
+
+
 def test_one_file_without_anything_from_outside() -> None:
     seen = tags(report(measurement()))
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in seen}

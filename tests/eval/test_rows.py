@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from eval.measure import SCHEMA_FILE
-from eval.rows import Pair, bootstrap, percentiles, row, rows, verdict
+from eval.rows import Pair, interval, percentiles, row, rows, verdict
 from tests.eval.samples import CONDITIONS, draft_run, measurement, pair, plain_run, two_pairs
 
 
@@ -44,6 +44,50 @@ def test_plain_rows_have_no_draft() -> None:
         assert plain[name] is None
     assert plain["identical_outputs"] is None
     assert plain["tokens_per_s"] == 1.0  # 10 tokens in 6 + 4 s
+
+
+def test_positions_of_a_tree_are_its_levels() -> None:
+    """Trees of 5 nodes in 3 levels. One round accepted two and saw the third refused, one accepted a leaf of
+    level 1, under which nothing was tried."""
+    drafted = draft_run([1, 2, 3, 4, 5, 6], [2, 1])
+    trees = [replace(drafted.rounds[0], drafted=5, depth=3, tried=3)]
+    trees += [replace(drafted.rounds[1], drafted=5, depth=3, tried=1)]
+    made = row(
+        [pair("A", plain_run([1, 2, 3, 4, 5, 6]), replace(drafted, rounds=trees))],
+        True,
+        "all",
+        "all",
+        replace(CONDITIONS, tree="dynamic", tree_nodes=5, tree_width=2, stop_drafting=None),
+    )
+    assert made["acceptance_rate"] == 0.3  # of 10 nodes
+    assert made["acceptance_by_position"] == [1, 0.5, 0]
+    assert made["conditional_acceptance"] == [1, 1, 0]
+    assert made["mean_acceptance_length"] == 2.5
+
+
+def test_rows_say_how_tokens_were_drafted_and_plain_ones_that_they_were_not() -> None:
+    names = ("drafters", "tree", "tree_nodes", "tree_width", "tree_file", "stop_drafting", "verification")
+    static = replace(
+        CONDITIONS,
+        drafters=("draft", "lookup"),
+        tree="static",
+        tree_nodes=7,
+        tree_file="t.json",
+        stop_drafting=None,
+        verification="block",
+    )
+    plain, drafted = (row(two_pairs(), way, "all", "all", static) for way in (False, True))
+    assert [drafted[name] for name in names] == [
+        ["draft", "lookup"],
+        "static",
+        7,
+        None,
+        "t.json",
+        None,
+        "block",
+    ]
+    assert [plain[name] for name in names] == [None] * 7
+    assert (plain["draft_tokens"], plain["proposal"]) == (0, None)
 
 
 def test_speedup_is_a_ratio_of_totals() -> None:
@@ -146,8 +190,8 @@ def test_bootstrap_is_seeded_and_brackets_the_value() -> None:
     import numpy as np
 
     sums = np.array([[float(i), 10.0] for i in range(1, 21)])
-    first = bootstrap(lambda s: s[..., 0] / s[..., 1], sums, CONDITIONS)
-    assert first == bootstrap(lambda s: s[..., 0] / s[..., 1], sums, CONDITIONS)
+    first = interval(lambda s: s[..., 0] / s[..., 1], sums, CONDITIONS)
+    assert first == interval(lambda s: s[..., 0] / s[..., 1], sums, CONDITIONS)
     assert first is not None
     assert first[0] < 1.05 < first[1]  # mean of 1..20 is 10.5
     # The mean's standard error is 5.77 / sqrt(20) / 10 = 0.129, so the interval spans about 4 * 0.129.
@@ -155,7 +199,7 @@ def test_bootstrap_is_seeded_and_brackets_the_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "words"),
+    ("ends", "words"),
     [
         ([1.1, 1.3], "pays"),
         ([0.7, 0.9], "does not pay"),
@@ -163,8 +207,8 @@ def test_bootstrap_is_seeded_and_brackets_the_value() -> None:
         (None, "cannot tell"),
     ],
 )
-def test_verdict(interval: list[float] | None, words: str) -> None:
-    assert words in verdict({"speedup": 1.2, "speedup_ci": interval})
+def test_verdict(ends: list[float] | None, words: str) -> None:
+    assert words in verdict({"speedup": 1.2, "speedup_ci": ends})
 
 
 def test_pairs_survive_json() -> None:

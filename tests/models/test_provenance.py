@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ def test_provenance_is_json_and_names_what_matters() -> None:
     found = json.loads(json.dumps(provenance()))
     assert set(found) == {"git", "hardware", "versions", "load_average"}
     assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["llguidance"] == version("llguidance")  # grammars
     assert found["hardware"]["threads"] == torch.get_num_threads()
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["cpu"]
