@@ -15,6 +15,8 @@ from torch import Tensor
 
 from configs.errors import ConfigError
 from data.tokens import TokenRow
+from models.draft import DraftNetwork
+from models.target import Target
 
 
 def choose_draft_vocabulary(
@@ -46,6 +48,14 @@ def choose_draft_vocabulary(
     total = counts.sum()
     coverage = float(counts[chosen].sum() / total) if total else 1.0
     return torch.from_numpy(chosen.astype(np.int64)), coverage
+
+
+def give_vocabulary(draft: DraftNetwork, rows: Iterable[TokenRow], target: Target) -> float:
+    """Sets the draft vocabulary of `draft`, of the size that it is made for, and returns its coverage."""
+    size = draft.shape.draft_vocab_size
+    ids, coverage = choose_draft_vocabulary(rows, size, target.vocab_size, always=target.eos_ids)
+    draft.set_vocabulary(ids)
+    return coverage
 
 
 def trained_counts(rows: Iterable[TokenRow], vocab_size: int) -> np.ndarray:

@@ -126,6 +126,16 @@ class Reader:
     def read(self, turns: Sequence[Turn]) -> Tensor:
         """Reads what is new to each sequence: logits [n, Vd] after its pending token."""
         news = [self.news(turn) for turn in turns]
+        states = self.feed(turns, news)
+        last = (
+            states[0, -1:] if len(turns) == 1 else states[range(len(news)), [len(n.tokens) - 1 for n in news]]
+        )
+        for turn, state in zip(turns, last, strict=True):
+            turn.state.restart([state])
+        return self.logits(last)
+
+    def feed(self, turns: Sequence[Turn], news: Sequence[News]) -> Tensor:
+        """Reads `news` behind the rows that stay: states [n, T, d], with padding behind the shorter ones."""
         readings: list[Reading] = [turn.state for turn in turns]
         for reading, new in zip(readings, news, strict=True):
             self.cache.commit(reading.slot, new.start)
@@ -142,12 +152,7 @@ class Reader:
         for reading, new in zip(readings, news, strict=True):
             reading.committed = new.start + len(new.tokens)
             self.cache.commit(reading.slot, reading.committed)
-        last = (
-            states[0, -1:] if len(turns) == 1 else states[range(len(news)), [len(n.tokens) - 1 for n in news]]
-        )
-        for reading, state in zip(readings, last, strict=True):
-            reading.restart([state])
-        return self.logits(last)
+        return states
 
     def extend(self, levels: Sequence[Level]) -> list[Tensor]:
         """Reads drafted nodes: logits [n, Vd] after each sequence's."""

@@ -18,13 +18,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from configs.errors import CheckpointError, ConfigError
-from models.files import write_folder, write_json, write_tensors
+from models.files import write_folder
 
 if TYPE_CHECKING:
     from models.target import Target
 
 FORMAT, SCHEMA = "leadout-draft", 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+NATIVE = "leadout"  # where config.json is a plain model's own, what is ours stands under this key of it
 
 
 def draft_class(method: str) -> Any:
@@ -58,11 +59,7 @@ def save_draft(folder: Path, draft: Any, target: Target, training: dict[str, Any
         "training": training,
     }
 
-    def write(temporary: Path) -> None:
-        write_tensors(temporary / WEIGHTS, state)
-        write_json(temporary / CONFIG, config)
-
-    write_folder(folder, write)
+    write_folder(folder, lambda temporary: draft.write(temporary, config, target))
 
 
 def load_draft(folder: Path, target: Target, dtype: torch.dtype | None = None) -> Any:
@@ -77,7 +74,7 @@ def load_draft(folder: Path, target: Target, dtype: torch.dtype | None = None) -
         draft = draft_class(config["method"]).from_config(config["network"], target)
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from None
-    state = read_weights(folder / WEIGHTS)
+    state = draft.read(folder, config)
     refuse_misfit(state, draft.state_dict(), folder / WEIGHTS)
     refuse_nan(state, str(folder / WEIGHTS))
     draft.load_state_dict(state)
@@ -105,6 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Copy or save the draft again.") from error
+    config = config.get(NATIVE, config) if isinstance(config, dict) else config
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} describes no native Leadout draft (an exported one cannot be loaded back). Name the "

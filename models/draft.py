@@ -8,12 +8,15 @@ target it meets is the business of train/alignment.py and decoding/drafters/.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from configs.errors import CheckpointError, ConfigError
+from models.checkpoint import CONFIG, WEIGHTS, read_weights
+from models.files import write_json, write_tensors
 from models.target import Target
 
 INIT_STD = 0.02  # Llama's initializer_range
@@ -139,6 +142,15 @@ class DraftNetwork(nn.Module):
         self.d2t.copy_(ids - torch.arange(size, device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
+
+    def write(self, folder: Path, config: dict[str, Any], target: Target) -> None:
+        """Writes a checkpoint's files into an empty folder: `config` as it is, and the state dict."""
+        write_tensors(folder / WEIGHTS, self.state_dict())
+        write_json(folder / CONFIG, config)
+
+    def read(self, folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
+        """The state dict that `write` wrote, on the CPU. Raises `CheckpointError`."""
+        return read_weights(folder / WEIGHTS)
 
     def require_ready(self) -> None:
         """A flag, because looking for NaN in every forward would cost as much as the forward."""

@@ -30,10 +30,9 @@ from models.layers import (
     RMSNorm,
     Rotary,
     causal,
-    copy_layer,
     layer_sizes,
-    layers_before,
     linear,
+    start_from,
 )
 from models.target import Target
 
@@ -116,24 +115,10 @@ class Eagle3(DraftNetwork):
 
     @torch.no_grad()
     def initialise(self, seed: int, target: Target | None = None, start_layer: int | None = None) -> None:
-        """Fresh weights.
-
-        With `target`, the head starts as the target's own head on the draft vocabulary (once that is set) and
-        `norm` as the gain of the target's final norm, so that logits start at the scale they are to reach.
-        start_layer: the draft's last layer starts as this layer of `target` (negative: from the end), those
-        below it as the ones before.
-        """
+        """Fresh weights; with `target`, what `start_from` takes over from it."""
         self.draw_weights(seed)
-        if target is not None and self.vocabulary_set:
-            self.lm_head.weight.copy_(target.head.weight[self.draft_ids])
-            gain = target.final_gain()
-            if gain is not None:
-                self.norm.weight.copy_(gain)
-        if target is not None and start_layer is not None:
-            for layer, theirs in zip(
-                self.layers, layers_before(target, start_layer, len(self.layers)), strict=True
-            ):
-                copy_layer(layer.self_attn, layer.mlp, theirs)
+        if target is not None:
+            start_from(target, self, start_layer)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -181,6 +181,24 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return layer
 
 
+def start_from(target: Target, draft: Any, last: int | None) -> None:
+    """What a draft with a head of its own (`lm_head`, `norm`, `layers`) can take over from its target.
+
+    The head starts as the target's own on the draft vocabulary (once that is set) and `norm` as the gain of
+    the target's final norm, so that logits start at the scale they are to reach. last: the draft's last layer
+    starts as this layer of the target (negative: from the end), those below it as the ones before.
+    """
+    if draft.vocabulary_set:
+        draft.lm_head.weight.copy_(target.head.weight[draft.draft_ids])
+        gain = target.final_gain()
+        if gain is not None:
+            draft.norm.weight.copy_(gain)
+    if last is not None:
+        starts = layers_before(target, last, len(draft.layers))
+        for layer, theirs in zip(draft.layers, starts, strict=True):
+            copy_layer(layer.self_attn, layer.mlp, theirs)
+
+
 def layers_before(target: Target, last: int, count: int) -> list[nn.Module]:
     """`count` layers of the target up to and with layer `last`, which counts from the end if negative."""
     end = last % target.num_layers + 1

@@ -371,7 +371,11 @@ def resolve_device(name: str) -> torch.device:
 def write_target(source: TargetConfig, folder: Path) -> None:
     """Loads `source` (a GGUF file is dequantised), checks it, and saves it to `folder` as safetensors with
     its tokenizer, in `source.dtype`. The folder appears whole or not at all."""
-    target = Target.load(source)
+    save_target(Target.load(source), folder)
+
+
+def save_target(target: Target, folder: Path) -> None:
+    """Saves `target` to `folder` as safetensors with its tokenizer, whole or not at all."""
 
     def write(temporary: Path) -> None:
         target.model.save_pretrained(temporary)

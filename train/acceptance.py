@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Config
+from configs.schema import Config, DecodeConfig
 from data.tokens import Prompt, TokenRow
 from decoding.acceptance import (
     acceptance_by_position,
@@ -26,7 +26,8 @@ from decoding.acceptance import (
     bootstrap_ratio,
     mean_acceptance_length,
 )
-from decoding.build import build_decoder
+from decoding.build import build_drafter
+from decoding.decoder import Decoder
 from decoding.sequence import Generation, Params
 from models import draft_class
 from models.target import Target
@@ -42,12 +43,13 @@ def measure(
 ) -> dict[str, Any]:
     """Decodes `prompts` greedily with the draft as it would be deployed, and compares with the estimate.
 
+    As a chain of `decode.draft_tokens`, whatever tree is decoded later: that is what the estimate knows.
     Counts are pooled over prompts; the interval is a bootstrap over prompts. Absent is None.
     """
     greedy = replace(Params.of(config.decode, config.seed), temperature=0.0, stop=())
     params = replace(greedy, max_new_tokens=config.trainer.eval_new_tokens)
     draft = deployed(objective.draft, target)
-    decoder = build_decoder(target, draft, config.decode)
+    decoder = Decoder(target, build_drafter(target, draft, DecodeConfig()))
     generations = [decoder.generate(prompt.ids, params) for prompt in prompts]
     walks, uniform = estimate(objective, draft, target, prompts, generations, params)
     return compare(generations, walks, params, config.seed) | {"uniform": uniform}

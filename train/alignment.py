@@ -43,6 +43,8 @@ TABLE: dict[str, Callable[[int], Offsets]] = {
     "eagle1": lambda _: Offsets(0, (1,), target=1, label=2, mask=2),
     # From step 1 on, the feature is the draft's own previous output at row j, in place of the target's.
     "eagle3": lambda i: Offsets(0, (i + 1,), target=i + 1, label=i + 2, mask=i + 2),
+    # Step i is the i-th row behind row j, which has learnt stand-ins for its token and its feature.
+    "peagle": lambda i: Offsets(0, (1,), target=i + 1, label=i + 2, mask=i + 2),
     # Row j is the block's anchor, the only token embedded (in block row 0); features are those before it.
     "dflash": lambda k: Offsets(-1, (0,), target=k - 1, label=k, mask=k),
     # The head sits on the state whose input is the candidate itself: would the target have accepted it?

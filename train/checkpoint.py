@@ -1,8 +1,9 @@
 """A training run's complete state: `checkpoints/step_000123/`, whole or absent.
 
-Accelerate writes and reads model, optimiser, scheduler and random states. Beside them, state.json has the
+Accelerate writes and reads model, optimisers, schedulers and random states. Beside them, state.json has the
 position in the data, what was gathered for the next log line, and a digest of the random states: accelerate
 passes over random states that it cannot restore, and a run that goes on with others is not the same run.
+average.safetensors has the averaged weights (train/ema.py), where a run keeps them.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from safetensors import SafetensorError
 from torch import nn
 
 from configs.errors import CheckpointError, StorageError
-from models.files import write_folder, write_json
+from models.files import write_folder, write_json, write_tensors
+from train.ema import Average
 
 STATE = "state.json"
 WEIGHTS = "model.safetensors"  # accelerate's name
+AVERAGE = "average.safetensors"
 # What readers of truncated or foreign files raise.
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError)
 
@@ -53,7 +56,7 @@ class State:
     window: Window = field(default_factory=Window)
 
 
-def save(folder: Path, accelerator: Accelerator, state: State) -> None:
+def save(folder: Path, accelerator: Accelerator, state: State, average: Average | None = None) -> None:
     """Writes everything that a run needs to go on, whole or not at all. Raises `StorageError`."""
 
     def write(temporary: Path) -> None:
@@ -65,16 +68,20 @@ def save(folder: Path, accelerator: Accelerator, state: State) -> None:
                 f"The checkpoint {folder} cannot be written: {reason}. Free some space, or choose another "
                 "folder with runs=..., and run again: it goes on from the checkpoint before."
             ) from error
+        if average is not None:
+            write_tensors(temporary / AVERAGE, average.weights)
         write_json(temporary / STATE, asdict(state) | {"random": random_digest()})
 
     write_folder(folder, write)
 
 
-def restore(folder: Path, accelerator: Accelerator) -> State:
-    """Puts everything that `accelerator` prepared back as it was. Raises `CheckpointError`."""
+def restore(folder: Path, accelerator: Accelerator, average: Average | None = None) -> State:
+    """Puts what `accelerator` prepared, and `average`, back as it was. Raises `CheckpointError`."""
     try:
         saved = json.loads((folder / STATE).read_text())
         accelerator.load_state(str(folder))
+        if average is not None:
+            average.load(safetensors.torch.load_file(folder / AVERAGE))
     except UNREADABLE as error:
         raise damaged(folder, str(error)) from error
     if saved.pop("random") != random_digest():
@@ -83,9 +90,14 @@ def restore(folder: Path, accelerator: Accelerator) -> State:
 
 
 def load_weights(folder: Path, module: nn.Module) -> None:
-    """Only the weights, into the module that was trained. Raises `CheckpointError`."""
+    """The weights that were measured, into the module that was trained: the averaged ones where there are.
+
+    Raises `CheckpointError`.
+    """
     try:
-        module.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
+        safetensors.torch.load_model(module, folder / WEIGHTS)  # which has tied weights once
+        if (folder / AVERAGE).exists():
+            module.load_state_dict(safetensors.torch.load_file(folder / AVERAGE), strict=False)
     except UNREADABLE as error:
         raise damaged(folder, str(error)) from error
 

@@ -23,7 +23,7 @@ from data.tokens import TokenRow, evenly, load_token_rows, prompts
 from models import save_draft
 from models.files import ensure_writable
 from models.provenance import provenance
-from models.target import Target
+from models.target import Target, save_target
 from train.checkpoint import load_weights
 from train.features import Cached, Online, cached, rows_digest
 from train.loop import Training
@@ -124,6 +124,7 @@ def finish(training: Training, method: Method) -> None:
         "method": method.values(),
         "steps": state.step,
         "best_step": step,
+        "ended": training.ended,
         "epochs": training.plan.epoch(state.step - 1) + 1,
         "tokens": state.tokens,
         "wall_seconds": state.seconds,
@@ -132,7 +133,12 @@ def finish(training: Training, method: Method) -> None:
         **training.objective.describe(),
         "provenance": provenance(),
     }
-    save_draft(run.folder / "draft", training.objective.draft, training.target, summary)
+    target = training.objective.beside(training.target)
+    if target is not training.target:
+        target.name = str(run.folder / "target")
+        save_target(target, run.folder / "target")
+        training.console.print(f"the target learnt too: the draft belongs to target.name={target.name}")
+    save_draft(run.folder / "draft", training.objective.draft, target, summary)
     run.finish(summary)
     training.console.print(f"the draft of step {step} is in {run.folder / 'draft'}")
     if summary["alarm"]:

@@ -150,9 +150,10 @@ def heldout_text(found: Mapping[str, Any]) -> str:
     """One line about a held-out measurement."""
     if found["mean_acceptance_length"] is None:
         return "held-out replies were too short to draft in"
-    low, high = found["mean_acceptance_length_ci"]
+    ends = found["mean_acceptance_length_ci"]
+    spread = "" if ends is None else "95 % {:.2f} to {:.2f}, ".format(*ends)
     return (
-        f"held-out acceptance length {found['mean_acceptance_length']:.2f} (95 % {low:.2f} to {high:.2f}, "
+        f"held-out acceptance length {found['mean_acceptance_length']:.2f} ({spread}"
         f"{found['prompts']} prompts, {found['rounds']} rounds, K={found['draft_tokens']}); "
         f"teacher-forced walk {found['walk']:.2f}"
     )

@@ -12,26 +12,28 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from configs.errors import ConfigError, LeadoutError, TrafficError
-from configs.schema import Config, Dtype, TrainerConfig
+from configs.schema import Config, Dtype, Optimizer, TrainerConfig
 from data.tokens import Prompt, TokenRow
 from models.target import Target
 from train import acceptance, checkpoint
 from train.batches import Batch, Plan, rounded
 from train.checkpoint import State, Window
+from train.ema import Average
 from train.features import Features
 from train.loggers import duration, open_loggers
 from train.objectives import Loss, Objective
+from train.optimizers import optimizers, shares
 from train.runs import Run
 from train.schedule import share
 
@@ -74,32 +76,39 @@ class Training:
             max_steps=self.trainer.max_steps,
         )
         self.accelerator = accelerator(self.trainer, target)
-        optimizer = adamw(objective, self.trainer)
-        self.scheduler = LambdaLR(optimizer, lambda step: share(step, self.plan.steps, self.trainer))
-        self.module, self.optimizer = self.accelerator.prepare(objective, optimizer)
-        self.accelerator.register_for_checkpointing(self.scheduler)
+        made = optimizers(objective, self.trainer)
+        if self.trainer.optimizer is Optimizer.muon:
+            console.print(f"optimizers: {shares(made)}")
+        self.schedulers = [
+            LambdaLR(one, lambda step: share(step, self.plan.steps, self.trainer)) for one in made.values()
+        ]
+        self.module, *prepared = self.accelerator.prepare(objective, *made.values())
+        self.optimizers = dict(zip(made, prepared, strict=True))
+        self.accelerator.register_for_checkpointing(*self.schedulers)
+        self.average = None if self.trainer.ema is None else Average(objective, self.trainer.ema)
         self.state = State()
-        self.rate = 0.0
+        self.rates: dict[str, float] = {}  # of the last step, by name
         self.saved: int | None = None  # the step that the newest checkpoint is of
-        self.stopping = False
+        self.stopping = False  # interrupted
+        self.ended: str | None = None  # why, once it has
 
     def resume(self) -> None:
         """Goes back to the newest checkpoint of the run's folder, if it has one."""
         folders = self.run.checkpoints()
         if folders:
-            self.state = checkpoint.restore(folders[-1], self.accelerator)
+            self.state = checkpoint.restore(folders[-1], self.accelerator, self.average)
             self.saved = self.state.step
             self.console.print(f"going on from step {self.state.step} of {self.plan.steps}")
         self.run.rewind(self.state.step)
 
     def train(self) -> None:
-        """Trains to the last step, which is saved and measured."""
+        """Trains to the last step, or until patience ends; the step it ends with is saved and measured."""
         first = self.state.step
         self.loggers = open_loggers(self.config, self.run, self.plan.steps, first, self.console)
         try:
             with self.interruptible():
                 self.look()  # an interruption may have come between a checkpoint and its measurement
-                while self.state.step < self.plan.steps:
+                while self.ended is None:
                     self.step()
                     self.look()
                     if self.state.step == first + ETA_AFTER:
@@ -112,6 +121,7 @@ class Training:
         """One optimiser step."""
         began = time.perf_counter()
         self.module.train()
+        self.objective.begin(self.state.step)
         batches = [self.batch(numbers) for numbers in self.plan[self.state.step]]
         positions = torch.stack([self.objective.positions(batch) for batch in batches]).sum(0)
         losses = [self.backward(batch, positions) for batch in batches]
@@ -119,19 +129,22 @@ class Training:
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.trainer.clip_norm)
         norm = math.nan if norm is None else float(norm)
         self.refuse_divergence(value, norm)
-        self.rate = self.scheduler.get_last_lr()[0]  # this step's, until the scheduler steps
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
+        self.rates = {name: one.param_groups[0]["lr"] for name, one in self.optimizers.items()}
+        for part in (*self.optimizers.values(), *self.schedulers):
+            part.step()
+        self.module.zero_grad()
 
         self.state.step += 1
+        if self.average is not None:
+            self.average.update(self.state.step)
         tokens = sum(int(batch.mask.sum()) for batch in batches)
         gather(self.state, losses, value, norm, tokens, time.perf_counter() - began)
         for logger in self.loggers:
             logger.step(self.state.step)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        return self.features.batch([self.rows[n] for n in numbers]).to(self.accelerator.device)
+        chosen = [self.rows[n] for n in numbers]
+        return self.objective.batch(self.features, chosen).to(self.accelerator.device)
 
     def backward(self, batch: Batch, positions: Tensor) -> Loss:
         loss = self.module(batch, positions)
@@ -142,18 +155,19 @@ class Training:
         if math.isfinite(value) and math.isfinite(norm):
             return
         kept = "its checkpoints are kept" if self.run.checkpoints() else "no checkpoint was written yet"
+        peaks = [f"trainer.{name} (it is {one.defaults['lr']:g})" for name, one in self.optimizers.items()]
         raise DivergenceError(
             f"Training diverged at step {self.state.step + 1}: loss {value}, gradient norm {norm}. In "
-            f"{self.run.folder} {kept}. Lower trainer.lr (it is {self.trainer.lr:g}) or raise "
+            f"{self.run.folder} {kept}. Lower {' and '.join(peaks)}, or raise "
             "trainer.warmup_ratio; if it happens at the first steps, set trainer.autocast=float32."
         )
 
     def look(self) -> None:
         """After a step: whatever is due of logging, saving, measuring and stopping."""
         step, last = self.state.step, self.state.step == self.plan.steps
-        if self.state.window.losses and (last or due(step, self.trainer.log_every)):
-            self.log()
         measuring = last or due(step, self.trainer.eval_every)
+        if self.state.window.losses and (measuring or due(step, self.trainer.log_every)):
+            self.log()
         saving = measuring or self.stopping or due(step, self.trainer.save_every)
         if saving and self.saved != step:
             self.save()
@@ -163,27 +177,41 @@ class Training:
             if step not in self.run.heldout():
                 self.measure()
             self.run.point_best()
+            self.ended = "last step" if last else self.impatience()
+            if self.ended and not last:
+                self.console.print(f"ends after step {step} of {self.plan.steps}: {self.ended}")
         if saving:
             self.run.prune(self.trainer.keep_checkpoints)
 
     def save(self) -> None:
-        checkpoint.save(self.run.checkpoint(self.state.step), self.accelerator, self.state)
+        checkpoint.save(self.run.checkpoint(self.state.step), self.accelerator, self.state, self.average)
         self.saved = self.state.step
 
     def log(self) -> None:
         line = {"step": self.state.step, "epoch": self.plan.epoch(self.state.step - 1)}
-        line |= {"lr": self.rate, "tokens": self.state.tokens}
+        line |= {**self.rates, "tokens": self.state.tokens}
         line |= summary(self.state.window)
         self.state.window = Window()
         self.tell(line)
 
     def measure(self) -> None:
-        """Held-out acceptance with the real decoder."""
+        """Held-out acceptance with the real decoder, of the averaged weights where they are kept."""
         began = time.perf_counter()
-        found = acceptance.measure(self.objective, self.target, self.heldout, self.config)
+        with nullcontext() if self.average is None else self.average.applied():
+            found = acceptance.measure(
+                self.objective, self.objective.beside(self.target), self.heldout, self.config
+            )
         self.tell({"step": self.state.step, "heldout": found | {"seconds": time.perf_counter() - began}})
         if found["alarm"]:
             self.console.print(alarm(found), style="bold red")
+
+    def impatience(self) -> str | None:
+        """Why to end now: that the last `trainer.patience` measurements brought no new best."""
+        found, patience = self.run.heldout(), self.trainer.patience
+        lengths = [found[step]["mean_acceptance_length"] or 0.0 for step in sorted(found)]
+        if patience is None or not stale(lengths, patience):
+            return None
+        return f"no new best in {patience} measurements"
 
     def tell(self, line: dict[str, Any]) -> None:
         for logger in self.loggers:
@@ -225,20 +253,14 @@ def accelerator(trainer: TrainerConfig, target: Target) -> Accelerator:
     return made
 
 
-def adamw(module: nn.Module, trainer: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW over what can be trained, with no weight decay on norms and biases."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    assert all(p.dtype == torch.float32 for p in parameters)
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": trainer.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    low, high = trainer.betas
-    return torch.optim.AdamW(groups, lr=trainer.lr, betas=(low, high), fused=True)
-
-
 def due(step: int, every: int) -> bool:
     return every > 0 and step > 0 and step % every == 0
+
+
+def stale(lengths: Sequence[float], patience: int) -> bool:
+    """Whether none of the last `patience` measurements exceeds the best of those before."""
+    before, since = lengths[:-patience], lengths[-patience:]
+    return bool(before) and max(since) <= max(before)
 
 
 def gather(
@@ -274,7 +296,7 @@ def summary(window: Window) -> dict[str, Any]:
 
 
 def alarm(found: dict[str, Any]) -> str:
-    low, high = found["mean_acceptance_length_ci"]
+    low, high = found["mean_acceptance_length_ci"]  # without an interval there is no alarm
     return (
         f"ALARM: the decoder emits {found['mean_acceptance_length']:.3f} tokens per round ({low:.3f} to "
         f"{high:.3f}), and training's teacher-forced estimate on the same sequences is {found['walk']:.3f}. "

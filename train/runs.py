@@ -23,7 +23,7 @@ from configs.errors import CheckpointError, ConfigError
 from configs.schema import Config
 from models.files import ensure_writable, read_lines, write_atomic, write_json, write_text
 
-# The trainer's settings that do not change the course of the losses: how often to look, and at what.
+# The trainer's settings that do not change the course of the losses: how often to look, at what, how long.
 FREE = {
     "log_every",
     "save_every",
@@ -31,6 +31,7 @@ FREE = {
     "eval_every",
     "eval_prompts",
     "eval_new_tokens",
+    "patience",
     "resume",
 }
 

@@ -1,4 +1,4 @@
-"""The learning rate over a run, as a share of `trainer.lr`."""
+"""The learning rates over a run, as a share of their peaks, `trainer.lr` and `trainer.muon_lr`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs.schema import Schedule, TrainerConfig
 
 
 def share(step: int, steps: int, trainer: TrainerConfig) -> float:
-    """The share of the peak rate at `step` (0, 1, ...) of `steps`.
+    """The share of the peak rates at `step` (0, 1, ...) of `steps`.
 
     A linear warm-up over `warmup_ratio` of the steps, whose first step already moves; then constant, a half
     cosine, or (wsd) constant with a linear fall over the last `decay_ratio` of the steps, both down to

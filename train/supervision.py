@@ -54,6 +54,28 @@ class SupervisionConfig:
             raise ConfigError(f"{where}.chunk={self.chunk} must be at least 1.")
 
 
+@dataclass
+class SteppedConfig(SupervisionConfig):
+    """Of drafts that are trained on several steps of their own."""
+
+    steps: int = 1
+    step_decay: float = 0.8  # step i weighs step_decay**i; weights are normalised to sum 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where = "method.objective"
+        if self.steps < 1:
+            raise ConfigError(f"{where}.steps={self.steps} must be at least 1.")
+        if self.step_decay <= 0:
+            raise ConfigError(
+                f"{where}.step_decay={self.step_decay} must be positive; 1 weighs all steps alike."
+            )
+
+    def weights(self) -> list[float]:
+        weights = [self.step_decay**i for i in range(self.steps)]
+        return [weight / sum(weights) for weight in weights]
+
+
 @dataclass(frozen=True)
 class Term:
     """One step or head on the R selected rows of each sequence. All terms of a batch have the same rows."""

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from models.layers import Attend
 from train.alignment import TABLE, align
@@ -42,9 +43,13 @@ class UnrolledAttention:
     Step 0 is plain causal attention over all rows of the sequence; padding, on the right, is after every real
     row. In later steps the queries are a selection of rows, and each sees the step-0 keys of rows up to its
     own and its own keys of steps 1..i.
+
+    Scores are by far the largest tensors here: every step keeps [B, H, R, T] of them for the backward pass.
+    With `recompute` none are kept and the backward pass makes them again (Chen et al. 2016).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recompute: bool = False) -> None:
+        self._recompute = recompute
         self._allowed: Tensor | None = None  # [B, 1, 1, R, T] bool; None in step 0
         self._bias: Tensor | None = None  # 0 where allowed, else -inf, in the dtype of the scores
         self._context: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K, V of step 0: [B, Hkv, T, hd]
@@ -64,9 +69,11 @@ class UnrolledAttention:
             self._bias = q.new_zeros(self._allowed.shape).masked_fill_(~self._allowed, float("-inf"))
         own = self._own.setdefault(layer, [])
         own.append((k, v))
-        # Autocast would widen the scores, by far the largest tensors here, to float32.
-        with torch.autocast(q.device.type, enabled=False):
-            return attend_to_both(q, *self._context[layer], own, self._bias)
+        everything = (q, *self._context[layer], list(own), self._bias)
+        with torch.autocast(q.device.type, enabled=False):  # which would widen the scores to float32
+            if self._recompute:
+                return checkpoint(attend_to_both, *everything, use_reentrant=False, preserve_rng_state=False)
+            return attend_to_both(*everything)
 
 
 def attend_to_both(q: Tensor, k: Tensor, v: Tensor, own: list[tuple[Tensor, Tensor]], bias: Tensor) -> Tensor:
@@ -91,7 +98,7 @@ class Unrolled:
     steps: list[Term]
 
 
-def unroll(draft: Recurrent, batch: Batch, steps: int) -> Unrolled:
+def unroll(draft: Recurrent, batch: Batch, steps: int, recompute: bool = False) -> Unrolled:
     """Runs `draft` for `steps` steps over `batch`. The RoPE position of row j at step i is j + i."""
     # Padded so that every step has all rows of step 0; what is beyond a sequence's end has mask 0.
     tokens, mask = F.pad(batch.tokens, (0, steps)), F.pad(batch.mask, (0, steps))
@@ -102,7 +109,7 @@ def unroll(draft: Recurrent, batch: Batch, steps: int) -> Unrolled:
     length = aligned[0].rows - steps  # rows whose step-0 label is inside the batch
     rows = selection(torch.stack([step.mask[:, :length] for step in aligned]).any(0))
 
-    attend = UnrolledAttention()
+    attend = UnrolledAttention(recompute)
     taps = aligned[0].features
     assert taps is not None
     everywhere = torch.arange(length, device=rows.device).expand(len(rows), -1)

@@ -13,6 +13,7 @@ head of the expected feature. EAGLE-3 fuses several layers and has a head of its
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Protocol
 
 from torch import Tensor
@@ -26,6 +27,11 @@ from models.layers import Attend
 
 class FeatureNetwork(Network, Protocol):
     """What the reader asks of an EAGLE network; EAGLE-1 taps the last layer."""
+
+    @property
+    def layers(self) -> Sized:
+        """Those that attend."""
+        ...
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Features [B, T, d] of tapped states [B, T, n_taps * d] in any floating dtype."""
@@ -67,4 +73,4 @@ class FeatureReader(Reader):
 
 
 def build(draft: FeatureNetwork, growth: Growth, eos_ids: frozenset[int]) -> NetworkDrafter:
-    return NetworkDrafter(FeatureReader(draft, layers=1, eos_ids=eos_ids), growth)
+    return NetworkDrafter(FeatureReader(draft, len(draft.layers), eos_ids), growth)

@@ -36,6 +36,7 @@ class TinyEagle:
     """
 
     full_vocabulary = True
+    layers = (None,)
 
     def __init__(self, target: Target) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -180,6 +181,7 @@ class FibonacciEagle:
 
     taps = (1,)
     full_vocabulary = True
+    layers = (None,)
     draft_ids = torch.arange(11)
 
     def fuse(self, taps: Tensor) -> Tensor:

@@ -29,6 +29,9 @@ PROBES: dict[tuple[str, int], tuple[int, str | None, list[str], str, str, str]] 
     ("eagle3", 0): (0, "012345", ["bcdefg"], "123456", "cdefgh", "001111"),
     ("eagle3", 1): (0, "01234", ["cdefg"], "23456", "defgh", "01111"),
     ("eagle3", 4): (0, "01", ["fg"], "56", "gh", "11"),
+    # Every step drafts from what the first knows: b is pending, and c, d, e, f follow it unread.
+    ("peagle", 0): (0, "012345", ["bcdefg"], "123456", "cdefgh", "001111"),
+    ("peagle", 3): (0, "012", ["bcd"], "456", "fgh", "111"),
     # Features end before the anchor, so row 0 cannot be one.
     ("dflash", 1): (1, "012345", ["bcdefg"], "123456", "cdefgh", "001111"),
     ("dflash", 3): (1, "0123", ["bcde"], "3456", "efgh", "1111"),

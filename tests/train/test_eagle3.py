@@ -172,6 +172,37 @@ def test_loss_and_gradients_do_not_depend_on_padding_or_on_how_rows_are_batched(
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def kept_bytes(objective: Eagle3Objective, batch: Batch) -> int:
+    """What the forward pass keeps for the backward pass."""
+    kept = 0
+
+    def note(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        objective(batch, objective.positions(batch))
+    return kept
+
+
+def test_recomputing_changes_no_bit_and_keeps_less() -> None:
+    target = tiny_target()
+    draft = tiny_draft(target, layers=2)
+    rows = [row(list(range(5, 60)), prompt=6), row([9, 8, 7, 6, 5, 4, 3], prompt=3)]
+    plain, frugal = (objective_of(target, draft, steps=4, recompute=on) for on in (False, True))
+    batch = batch_of(target, rows, plain)
+
+    loss, grads = gradients(plain, [batch])
+    grads = [grad.clone() for grad in grads]
+    again, recomputed = gradients(frugal, [batch])
+
+    assert loss == again
+    assert all(torch.equal(a, b) for a, b in zip(grads, recomputed, strict=True))
+    # The rest is layers and heads, small as they are here.
+    assert kept_bytes(frugal, batch) < 0.8 * kept_bytes(plain, batch)
+
+
 def straightforward(objective: Eagle3Objective, target: Target, tokens: list[int], mask: list[int]) -> Tensor:
     """The loss of one row, from the target's full logits, with none of the shortcuts."""
     draft, settings = objective.draft, objective.settings

@@ -202,7 +202,9 @@ def test_every_weight_moves_in_float32(overrides: list[str], monkeypatch: pytest
 
 def test_only_matrices_decay(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[Any] = []
-    monkeypatch.setattr(Training, "train", lambda self: groups.extend(self.optimizer.param_groups) or 1 / 0)
+    monkeypatch.setattr(
+        Training, "train", lambda self: groups.extend(self.optimizers["lr"].param_groups) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         train(overrides, *FEW, "trainer.weight_decay=0.1")
 

@@ -7,12 +7,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from train.batches import Batch
+
+if TYPE_CHECKING:
+    from models.target import Target
+    from train.features import Features
 
 
 @dataclass
@@ -29,6 +34,24 @@ class Objective(nn.Module, ABC):
     draft: Any  # this method's network, an nn.Module
     taps: tuple[int, ...]  # the target layers it needs, as HF `hidden_states` indices
     first_label: int  # the earliest token of a row that it can be taught to predict
+    coverage: float  # share of the trained tokens that are in the draft vocabulary
+
+    def begin(self, step: int) -> None:
+        """Optimiser step `step` (0, 1, ...) begins. An objective that trains on a sample of its positions
+        draws it from its seed and the step alone, so that a resumed run draws the same."""
+
+    def batch(self, features: Features, numbers: Sequence[int]) -> Batch:
+        """The training rows `numbers` with their features. An objective that writes text of its own puts it
+        in their place, drawn as `begin` says."""
+        return features.batch(numbers)
+
+    def rate(self, name: str) -> float:
+        """What the learning rate is multiplied by for the parameter called `name`."""
+        return 1.0
+
+    def beside(self, target: Target) -> Target:
+        """The target that the draft is measured and saved beside: `target`, unless training moves it too."""
+        return target
 
     @abstractmethod
     def positions(self, batch: Batch) -> Tensor:
@@ -47,6 +70,6 @@ class Objective(nn.Module, ABC):
         where the mask of that token is 0.
         """
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Facts for the console and the draft's training summary, such as the draft vocabulary's coverage."""
+        """Facts for the console and the draft's training summary."""
+        return {"draft_vocabulary": len(self.draft.draft_ids), "draft_vocabulary_coverage": self.coverage}

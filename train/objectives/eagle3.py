@@ -11,38 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from configs.errors import ConfigError
 from data.tokens import TokenRow
-from data.vocabulary import choose_draft_vocabulary
+from data.vocabulary import give_vocabulary
 from models.eagle3 import Eagle3, NetworkConfig
 from models.target import Target
 from train.alignment import TABLE, align
 from train.batches import Batch
 from train.objectives import Loss, Objective
-from train.supervision import Supervision, SupervisionConfig, Teacher, joint_matches
+from train.supervision import SteppedConfig, Supervision, Teacher, joint_matches
 from train.unrolled import unroll
 
 
 @dataclass
-class ObjectiveConfig(SupervisionConfig):
+class ObjectiveConfig(SteppedConfig):
     steps: int = 7  # training-time-test steps; the paper has 5, its code 7
-    step_decay: float = 0.8  # step i weighs step_decay**i; weights are normalised to sum 1
     start_layer: int | None = None  # the target's, whose weights the draft's last layer starts from
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        where = "method.objective"
-        if self.steps < 1:
-            raise ConfigError(f"{where}.steps={self.steps} must be at least 1.")
-        if self.step_decay <= 0:
-            raise ConfigError(
-                f"{where}.step_decay={self.step_decay} must be positive; 1 weighs all steps alike."
-            )
+    recompute: bool = False  # attention scores again in the backward pass, for less memory
 
 
 class Eagle3Objective(Objective):
@@ -57,19 +45,14 @@ class Eagle3Objective(Objective):
         self.first_label = TABLE["eagle3"](0).label
         self.settings = settings
         self.coverage = coverage
-        weights = torch.tensor([settings.step_decay**i for i in range(settings.steps)])
-        teacher = Teacher(target, draft.draft_ids)
-        self.supervision = Supervision(teacher, (weights / weights.sum()).tolist(), settings)
-
-    def describe(self) -> dict[str, Any]:
-        return {"draft_vocabulary": len(self.draft.draft_ids), "draft_vocabulary_coverage": self.coverage}
+        self.supervision = Supervision(Teacher(target, draft.draft_ids), settings.weights(), settings)
 
     def positions(self, batch: Batch) -> Tensor:
         steps = [align(TABLE["eagle3"](i), batch.tokens, batch.mask) for i in range(self.settings.steps)]
         return torch.stack([step.mask.sum() for step in steps])
 
     def forward(self, batch: Batch, positions: Tensor) -> Loss:
-        steps = unroll(self.draft, batch, self.settings.steps).steps
+        steps = unroll(self.draft, batch, self.settings.steps, self.settings.recompute).steps
         return self.supervision.loss(
             batch, steps, positions, self.draft.logits, list(self.draft.parameters())
         )
@@ -87,9 +70,6 @@ def build(
     """A new draft for `target` with its vocabulary chosen from the trained-on tokens of `rows`, and its
     objective."""
     draft = Eagle3.build(network, target)
-    size = network.draft_vocab_size or target.vocab_size
-    ids, coverage = choose_draft_vocabulary(rows, size, target.vocab_size, always=target.eos_ids)
-    if network.draft_vocab_size is not None:
-        draft.set_vocabulary(ids)
+    coverage = give_vocabulary(draft, rows, target)
     draft.initialise(seed, target, settings.start_layer)
-    return Eagle3Objective(draft.to(target.device), target, settings, coverage)
+    return Eagle3Objective(draft, target, settings, coverage)
