@@ -38,11 +38,13 @@ class DraftShape:
 
     def check(self, target_layers: int) -> None:
         """Raises `ConfigError` with the mend for sizes that cannot work together."""
+        where = "method.network.draft_vocab_size"
+        if self.draft_vocab_size < 1:
+            raise ConfigError(f"{where}={self.draft_vocab_size} must be at least 1, or null for all tokens.")
         if self.draft_vocab_size > self.vocab_size:
             raise ConfigError(
-                f"method.network.draft_vocab_size={self.draft_vocab_size} is larger than the target's "
-                f"vocabulary of {self.vocab_size}. Set a smaller one, or null to draft over the whole "
-                "vocabulary."
+                f"{where}={self.draft_vocab_size} is larger than the target's vocabulary of "
+                f"{self.vocab_size}. Set a smaller one, or null to draft over the whole vocabulary."
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -40,8 +40,9 @@ class LayerShape(DraftShape):
 
     def check(self, target_layers: int) -> None:
         super().check(target_layers)
-        if self.layers < 1:
-            raise ConfigError(f"method.network.layers={self.layers}: a draft needs at least 1 layer.")
+        for name in ("layers", "intermediate_size", "num_heads", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"method.network.{name}={getattr(self, name)} must be at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"method.network: {self.num_heads} attention heads cannot share {self.num_kv_heads} key and "
@@ -60,16 +61,21 @@ def layer_sizes(
 ) -> dict[str, Any]:
     """The fields of a `LayerShape` for `target`; None takes the target's value."""
     config = target.config
-    own_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if intermediate_size is None:
+        intermediate_size = own_intermediate_size(target)
+    if num_heads is None:
+        num_heads = config.num_attention_heads
+    if num_kv_heads is None:
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return {
         "hidden_size": target.hidden_size,
         "target_hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
-        "draft_vocab_size": draft_vocab_size or target.vocab_size,
+        "draft_vocab_size": target.vocab_size if draft_vocab_size is None else draft_vocab_size,
         "layers": layers,
-        "intermediate_size": intermediate_size or own_intermediate_size(target),
-        "num_heads": num_heads or config.num_attention_heads,
-        "num_kv_heads": num_kv_heads or own_kv_heads,
+        "intermediate_size": intermediate_size,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
         "head_dim": getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads,
         "rope_parameters": flat_rope(config),
         "max_position_embeddings": config.max_position_embeddings,
@@ -184,9 +190,10 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 def start_from(target: Target, draft: Any, last: int | None) -> None:
     """What a draft with a head of its own (`lm_head`, `norm`, `layers`) can take over from its target.
 
-    The head starts as the target's own on the draft vocabulary (once that is set) and `norm` as the gain of
-    the target's final norm, so that logits start at the scale they are to reach. last: the draft's last layer
-    starts as this layer of the target (negative: from the end), those below it as the ones before.
+    The head starts as the target's own on the draft vocabulary (once that is set; without its bias) and
+    `norm` as the gain of the target's final norm, so that logits start at the scale they are to reach. last:
+    the draft's last layer starts as this layer of the target (negative: from the end), those below it as the
+    ones before.
     """
     if draft.vocabulary_set:
         draft.lm_head.weight.copy_(target.head.weight[draft.draft_ids])

@@ -53,7 +53,9 @@ class HeadsShape(DraftShape):
             hidden_size=target.hidden_size,
             target_hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            draft_vocab_size=network.draft_vocab_size or target.vocab_size,
+            draft_vocab_size=target.vocab_size
+            if network.draft_vocab_size is None
+            else network.draft_vocab_size,
             heads=network.heads,
             layers=network.layers,
             projection=network.projection,
@@ -96,7 +98,8 @@ class HeadsNetwork(DraftNetwork):
 
     @torch.no_grad()
     def initialise(self, target: Target) -> None:
-        """Every head starts as the target's own head on the draft vocabulary, which must be set."""
+        """Every head starts as the target's own head on the draft vocabulary, which must be set; a bias of
+        that head is left out."""
         for block in self.blocks:
             assert isinstance(block, ResBlocks)
             block.pass_on()

@@ -58,7 +58,9 @@ class MlpSpeculatorShape(DraftShape):
             hidden_size=target.hidden_size if network.inner_dim is None else network.inner_dim,
             target_hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            draft_vocab_size=network.draft_vocab_size or target.vocab_size,
+            draft_vocab_size=target.vocab_size
+            if network.draft_vocab_size is None
+            else network.draft_vocab_size,
             heads=network.heads,
             tie_weights=network.tie_weights,
             scale_input=network.scale_input,

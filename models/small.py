@@ -113,7 +113,9 @@ class SmallShape(DraftShape):
             hidden_size=width,
             target_hidden_size=target.hidden_size,
             vocab_size=target.vocab_size,
-            draft_vocab_size=network.draft_vocab_size or target.vocab_size,
+            draft_vocab_size=target.vocab_size
+            if network.draft_vocab_size is None
+            else network.draft_vocab_size,
             start=network.start,
             cut=cut,
             embedding=network.embedding or ("target" if fits else "own"),
@@ -128,6 +130,13 @@ class SmallShape(DraftShape):
     def check_ends(self, fits: bool, target: Target) -> None:
         """Raises `ConfigError` if embedding and head cannot be had from this target."""
         where = "method.network"
+        if target.head.bias is not None:
+            raise ConfigError(
+                f"method.name=small: the head of {target.name} has a bias, which the draft's would lack. Use "
+                "another method, or a draft that is trained already."
+            )
+        if self.head_rank is not None and self.head_rank < 1:
+            raise ConfigError(f"{where}.head_rank={self.head_rank} must be at least 1.")
         if self.embedding == "target" and not fits:
             raise ConfigError(
                 f"{where}.embedding=target: layers of width {self.hidden_size} that start from "

@@ -84,7 +84,8 @@ def distil(config: Config, console: Console) -> Path:
     target = Target.load(config.target)
     rows = load_token_rows(config, target, console)
     objective = method.build(target, rows, config.seed)
-    with open_run(config, contract(config, method.values(), rows_digest(rows), target.fingerprint())) as run:
+    learnt = method.values() | objective.origin()
+    with open_run(config, contract(config, learnt, rows_digest(rows), target.fingerprint())) as run:
         say(console, run, objective, rows)
         source = feature_source(config, target, rows, objective, console)
         training = Training(config, objective, target, source, rows, heldout, run, console)

@@ -33,8 +33,11 @@ class Average:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Goes on from `weights`, which another `Average` had. Raises `KeyError` if one is missing."""
+        """Goes on from `weights`, which another `Average` had. Raises `KeyError` if one is missing, and
+        `ValueError` if one has another shape."""
         for name, average in self.weights.items():
+            if weights[name].shape != average.shape:
+                raise ValueError(f"{name} is {list(weights[name].shape)} and should be {list(average.shape)}")
             average.copy_(weights[name])
 
     @contextmanager

@@ -233,10 +233,10 @@ def added(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 def selection(needed: Tensor, grain: int = GRAIN // 2) -> Tensor:
     """The rows j where `needed` [B, T] is True, ascending, [B, R] with R the most of any sequence.
 
-    R becomes a multiple of `grain`. What is left is filled up with rows that are not needed, none of them
-    twice.
+    R becomes a multiple of `grain`, also where nothing is needed, since kernels want rows. What is left is
+    filled up with rows that are not needed, none of them twice.
     """
-    most = min(needed.shape[1], rounded(int(needed.sum(1).max()), grain))
+    most = min(needed.shape[1], rounded(max(1, int(needed.sum(1).max())), grain))
     return (~needed).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
 
 

@@ -475,3 +475,18 @@ def test_another_size_is_no_start() -> None:
     draft = Eagle3.build(NetworkConfig(draft_vocab_size=None, intermediate_size=24), target)
     with pytest.raises(ConfigError, match=r"mlp\.gate_proj is .* and the target's"):
         draft.initialise(0, target, start_layer=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layers", 0),
+        ("num_heads", 0),
+        ("num_kv_heads", -1),
+        ("intermediate_size", 0),
+        ("draft_vocab_size", 0),
+    ],
+)
+def test_sizes_below_one_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"method.network.{name}={value} must be at least 1"):
+        Eagle3.build(NetworkConfig(**{"draft_vocab_size": None, name: value}), tiny_target())

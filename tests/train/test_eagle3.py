@@ -172,6 +172,17 @@ def test_loss_and_gradients_do_not_depend_on_padding_or_on_how_rows_are_batched(
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_a_batch_without_a_trained_token_teaches_nothing() -> None:
+    """A row whose features are not finite is silenced, and may be alone in its batch."""
+    target = tiny_target()
+    objective = objective_of(target, steps=3)
+    silent = TokenRow("", "", [5, 6, 7, 8, 9], [0] * 5)
+    batch = batch_of(target, [silent], objective)
+    assert objective.positions(batch).tolist() == [0, 0, 0]
+    assert objective(batch, objective.positions(batch)).value.item() == 0
+    assert not objective.matches(objective.draft, batch, 3).any()
+
+
 def kept_bytes(objective: Eagle3Objective, batch: Batch) -> int:
     """What the forward pass keeps for the backward pass."""
     kept = 0

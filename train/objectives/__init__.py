@@ -36,6 +36,10 @@ class Objective(nn.Module, ABC):
     first_label: int  # the earliest token of a row that it can be taught to predict
     coverage: float  # share of the trained tokens that are in the draft vocabulary
 
+    def origin(self) -> dict[str, Any]:
+        """What it starts from beside the target: a run that is continued must have the same."""
+        return {}
+
     def begin(self, step: int) -> None:
         """Optimiser step `step` (0, 1, ...) begins. An objective that trains on a sample of its positions
         draws it from its seed and the step alone, so that a resumed run draws the same."""

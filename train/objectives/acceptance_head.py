@@ -85,7 +85,7 @@ class AcceptanceHeadObjective(Objective):
     def __init__(
         self, draft: HeadedDraft, target: Target, settings: ObjectiveConfig, seed: int, facts: dict[str, Any]
     ) -> None:
-        """facts: of the frozen draft, for `describe`."""
+        """facts: which draft is frozen: its folder and hash."""
         super().__init__()
         self.draft = draft
         self.target = target
@@ -97,6 +97,9 @@ class AcceptanceHeadObjective(Objective):
         self.seed, self.step = seed, 0
 
     def describe(self) -> dict[str, Any]:
+        return self.facts
+
+    def origin(self) -> dict[str, Any]:
         return self.facts
 
     def begin(self, step: int) -> None:

@@ -134,7 +134,13 @@ def is_packed(layer: nn.Module) -> bool:
 
 
 def linear_layers(decoder: nn.Module) -> list[str]:
-    return [name for name, layer in decoder.named_modules() if isinstance(layer, nn.Linear)]
+    found = [name for name, layer in decoder.named_modules() if isinstance(layer, nn.Linear)]
+    if not found:
+        raise ConfigError(
+            f"method=medusa2 adapts linear layers, and {type(decoder).__name__} has none (GPT-2's are of "
+            "another kind). Train heads alone with method=medusa."
+        )
+    return found
 
 
 class Medusa2Objective(MedusaObjective):
