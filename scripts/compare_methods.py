@@ -56,6 +56,7 @@ RECIPES = (
     "smollm2_peagle",
     "smollm2_dflash",
 )
+CHAIN = {"tree": Tree.chain}
 TREE = {"tree": Tree.dynamic, "tree_nodes": 8, "tree_width": 4, "draft_tokens": 4}
 PLAIN = "plain"
 
@@ -109,7 +110,7 @@ def ways(target: Target, runs: dict[str, Path], overrides: Sequence[str], new_to
         config = compose([f"+experiment={recipe}", *overrides])
         draft = load_draft(find_draft(str(run), Path(config.runs), recipe), target)
         method = config.method.name
-        yield way(f"{method} chain", method, config, draft, {})
+        yield way(f"{method} chain", method, config, draft, CHAIN)
         yield way(f"{method} tree", method, config, draft, TREE)
     lookup = [Drafting.lookup]
     yield way("lookup", "lookup", base, first, {"drafters": lookup, "draft_tokens": 8})
