@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from configs.errors import ConfigError
-from configs.schema import Config, Dtype, Optimizer, Replies, Schedule
+from configs.schema import Config, Dtype, Optimizer, Replies, Schedule, Tree, Verification
 
 
 def check(config: Config) -> None:
@@ -153,6 +153,11 @@ def _decode(config: Config) -> Iterator[str]:
     yield from _sampling(decode.temperature, decode.top_p, "decode.")
     if "" in decode.stop:
         yield "decode.stop contains an empty string, which would stop every reply at once: remove it."
+    if decode.verification is Verification.block and decode.tree is not Tree.chain:
+        yield (
+            f"decode.verification=block judges a drawn chain as a whole, and decode.tree={decode.tree.value} "
+            "makes trees, which go by rejection: set decode.tree=chain, or decode.verification=rejection."
+        )
 
 
 def _eval(config: Config) -> Iterator[str]:
@@ -164,14 +169,14 @@ def _eval(config: Config) -> Iterator[str]:
     yield from _at_least(0, measure, "eval.", "warmup_prompts")
     yield from _within("(0, inf)", measure, "eval.", "max_load")
     yield from _within("(0, 1)", measure, "eval.", "confidence")
-    if not measure.temperatures:
+    if measure.temperatures == []:
         yield "eval.temperatures is empty, so nothing would be measured: use eval.temperatures=[0.0]."
-    for temperature in measure.temperatures:
+    for temperature in measure.temperatures or []:
         yield from _sampling(temperature, 1.0, "eval.")
-    if measure.compare_generate and 0.0 not in measure.temperatures:
+    if measure.compare_generate and 0.0 not in (measure.temperatures or [config.decode.temperature]):
         yield (
-            "eval.compare_generate compares greedy outputs token for token, and eval.temperatures has no "
-            "0.0: add it, or switch the comparison off."
+            "eval.compare_generate compares greedy outputs token for token, and nothing is measured at 0.0: "
+            "set eval.temperatures=[0.0], or switch the comparison off."
         )
 
 

@@ -211,7 +211,7 @@ class EvalConfig:
     max_prompts: int = 48  # taken evenly over the categories
     repeats: int = 1  # paired repeats per prompt
     warmup_prompts: int = 2
-    temperatures: list[float] = field(default_factory=lambda: [0.0])
+    temperatures: list[float] | None = None  # to measure at; None: decode.temperature alone
     confidence: float = 0.95
     bootstrap: int = 2000
     compare_generate: bool = (

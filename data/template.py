@@ -67,7 +67,8 @@ class Template:
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise TargetError(
                 f"The tokenizer of {cfg.name} cannot be loaded: {' '.join(str(error).split())[:300]} Check "
-                "target.name (a hub name, or a folder), target.revision and target.gguf_file."
+                "target.name (a hub name, or a folder), target.revision and target.gguf_file. The embedded "
+                "target comes with python -m scripts.fetch_embedded."
             ) from error
         return cls(tokenizer, cfg.name, configured_eos(cfg, tokenizer))
 

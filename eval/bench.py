@@ -75,8 +75,7 @@ class Bench:
         self, chosen: Sequence[Prompt], partial: Partial, console: Console
     ) -> tuple[list[Pair], list[float]]:
         """All pairs, an interrupted run's included, and the share of the machine that others used in each."""
-        temperatures = list(dict.fromkeys(self.config.eval.temperatures))
-        plan = list(product(range(self.config.eval.repeats), temperatures, chosen))
+        plan = list(product(range(self.config.eval.repeats), temperatures(self.config), chosen))
         todo = [
             (first, step)
             for first, step in zip(turns(plan), plan, strict=True)
@@ -98,7 +97,7 @@ class Bench:
         """Runs whose times are thrown away: first calls allocate, compile and fill caches."""
         for prompt in chosen[: self.config.eval.warmup_prompts]:
             for decoder in self.decoders.values():
-                decoder.generate(prompt.ids, self.params(prompt, self.config.eval.temperatures[0], 0))
+                decoder.generate(prompt.ids, self.params(prompt, temperatures(self.config)[0], 0))
 
     def params(self, prompt: Prompt, temperature: float, repeat: int) -> Params:
         """The run's parameters; prompts and repeats draw different random numbers, both ways of decoding the
@@ -167,8 +166,19 @@ class Bench:
         }
 
 
+def temperatures(config: Config) -> list[float]:
+    """What is measured at, each once."""
+    asked = config.eval.temperatures
+    return [config.decode.temperature] if asked is None else list(dict.fromkeys(asked))
+
+
 def check_decoding(decode: DecodeConfig) -> None:
     """Refuses, before a model is loaded, what cannot be measured, or would not be what it says."""
+    if decode.draft_tokens == 0:
+        raise ConfigError(
+            "decode.draft_tokens=0 drafts nothing, so plain decoding would be compared with itself. Set at "
+            "least 1."
+        )
     if decode.batch_size != 1:
         raise ConfigError(
             f"decode.batch_size={decode.batch_size}, and eval.measure decodes one prompt at a time: its "

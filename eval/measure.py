@@ -85,6 +85,7 @@ def measure(config: Config, console: Console) -> dict[str, Any]:
         "config": as_plain(config),
         **results(pairs, bench.conditions()),
     }
+    keep_earlier(measurement, output, console)
     write(measurement, output)
     show(measurement, output, console)
     return measurement
@@ -207,7 +208,7 @@ def describe_draft(folder: Path, draft: nn.Module) -> dict[str, Any]:
         "folder": str(folder),
         "method": str(draft.method),
         "sha256": draft_hash(folder),
-        "parameters": sum(p.numel() for p in draft.parameters() if p.requires_grad),
+        "parameters": sum(p.numel() for p in draft.parameters()),
         "training": read_config(folder).get("training"),
     }
 
@@ -229,6 +230,21 @@ def describe_traffic(
 
 def counted(chosen: Sequence[Prompt]) -> dict[str, int]:
     return dict(sorted(Counter(prompt.category for prompt in chosen).items()))
+
+
+def keep_earlier(measurement: dict[str, Any], output: Path, console: Console) -> None:
+    """Moves a measurement of another configuration aside, to a folder with the time that it was made at."""
+    file = output / "measure.json"
+    if not file.exists():
+        return
+    earlier = json.loads(file.read_text(encoding="utf-8"))
+    if earlier["config"] == measurement["config"]:
+        return
+    aside = output.with_name(f"{output.name}-{earlier['created'].replace(':', '')[:17]}")
+    aside.mkdir(exist_ok=True)
+    for name in ("measure.json", "report.html"):
+        (output / name).replace(aside / name)
+    console.print(f"The measurement of another configuration is in {aside} now.", markup=False)
 
 
 def write(measurement: dict[str, Any], output: Path) -> None:

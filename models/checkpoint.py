@@ -62,12 +62,13 @@ def save_draft(folder: Path, draft: Any, target: Target, training: dict[str, Any
     write_folder(folder, lambda temporary: draft.write(temporary, config, target))
 
 
-def load_draft(folder: Path, target: Target, dtype: torch.dtype | None = None) -> Any:
+def load_draft(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Any:
     """The network of the draft in `folder`, on the target's device, in `dtype` (None: the target's).
 
     Raises `CheckpointError` for files that are missing, truncated or incomplete, and for a draft that was
     trained for another target or tokenizer.
     """
+    folder = Path(folder)
     config = read_config(folder)
     refuse_stranger(config, target, folder)
     try:
@@ -179,8 +180,8 @@ def refuse_nan(state: dict[str, Tensor], what: str) -> None:
 def find_draft(value: str, runs: Path, experiment: str) -> Path:
     """The draft folder that a configuration's `draft` means.
 
-    value: a draft's folder, a run's folder (its `draft/`), or `latest`: the newest run of `experiment` below
-    `runs` that has a draft. Raises `CheckpointError` that says what is there instead.
+    value: a draft's folder, a run's folder (its `draft/`), an experiment's (its newest run that has a draft),
+    or `latest`: that of `experiment` below `runs`. Raises `CheckpointError` that says what is there instead.
     """
     if value == "latest":
         return latest_draft(runs / experiment)
@@ -194,10 +195,12 @@ def find_draft(value: str, runs: Path, experiment: str) -> Path:
         )
     if (folder / "checkpoints").is_dir():
         raise CheckpointError(f"The run {value} {unfinished(folder)}")
+    if any(is_draft(run / "draft") or (run / "checkpoints").is_dir() for run in folder.glob("*")):
+        return latest_draft(folder)
     lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     raise CheckpointError(
-        f"{value} is no draft: it lacks {' and '.join(lacking)}. Name a run's folder, a draft's folder, or "
-        "latest."
+        f"{value} is no draft: it lacks {' and '.join(lacking)}. Name a run's folder, a draft's folder, an "
+        "experiment's, or latest."
     )
 
 

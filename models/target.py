@@ -116,7 +116,7 @@ class Target:
             raise TargetError(
                 f"The target {described(cfg)} cannot be loaded: {first_line(error)} Check target.name (a hub "
                 "name, or a folder with config.json, weights and tokenizer), target.revision and "
-                "target.gguf_file."
+                "target.gguf_file. The embedded target comes with python -m scripts.fetch_embedded."
             ) from error
         model, report = loaded
         refuse_incomplete(report, described(cfg))

@@ -252,6 +252,7 @@ def show(sizes: Sequence[Size], best: Size, found: Mapping[str, Any], vocab: int
         console.print(f"Load average before: {load[0]:g} on {cores} cores. Times on a busy machine mislead.")
     if best.speedup < 1:
         console.print("No size is predicted to pay: drafting costs more than it saves.", style="bold red")
+        return
     value = "null" if best.tokens == vocab else best.tokens
     console.print(f"Recommended: method.network.draft_vocab_size={value}", markup=False, highlight=False)
 

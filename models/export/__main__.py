@@ -77,7 +77,13 @@ def exporter(method: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != f"models.export.{method}":
             raise
-        raise ConfigError(f"Drafts of method {method} cannot be exported yet.") from None
+        networks = Path(__file__).parents[1]
+        known = sorted(
+            f.stem for f in Path(__file__).parent.glob("[a-z]*.py") if (networks / f.name).exists()
+        )
+        raise ConfigError(
+            f"Drafts of method {method} cannot be exported yet; those of {', '.join(known)} can."
+        ) from None
 
 
 def default_output(draft: Path) -> Path:

@@ -36,7 +36,7 @@ from data.tokens import TokenRow
 from decoding.warp import Warp
 from models import load_draft
 from models.acceptance_head import HeadedDraft, HeadedShape, NetworkConfig
-from models.checkpoint import CONFIG, WEIGHTS, find_draft, latest_draft
+from models.checkpoint import WEIGHTS, find_draft
 from models.files import sha256_file
 from models.target import Target
 from train.alignment import TABLE, align
@@ -258,19 +258,12 @@ def uniform_numbers(batch: Batch, steps: int, seed: int, step: int) -> Tensor:
     return numbers
 
 
-def frozen_draft(named: str) -> Path:
-    """The folder of the draft that `method.objective.draft` names. Raises `CheckpointError`."""
-    folder = Path(named).expanduser()
-    runs = folder.is_dir() and not any((folder / name).exists() for name in (CONFIG, "draft", "checkpoints"))
-    return latest_draft(folder) if runs else find_draft(named, Path(), "")
-
-
 def build(
     network: NetworkConfig, settings: ObjectiveConfig, target: Target, rows: Sequence[TokenRow], seed: int
 ) -> AcceptanceHeadObjective:
     """A new head on the draft that `settings` names, and its objective."""
     assert settings.draft is not None
-    folder = frozen_draft(settings.draft)
+    folder = find_draft(settings.draft, Path(), "")
     draft = load_draft(folder, target, torch.float32)
     headed = HeadedDraft(HeadedShape.around(draft, network), draft)
     headed.initialise(seed)
