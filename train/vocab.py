@@ -250,11 +250,12 @@ def show(sizes: Sequence[Size], best: Size, found: Mapping[str, Any], vocab: int
     load, cores = found["provenance"]["load_average"], found["provenance"]["hardware"]["cores"]
     if load is not None:
         console.print(f"Load average before: {load[0]:g} on {cores} cores. Times on a busy machine mislead.")
-    if best.speedup < 1:
+    pays = best.speedup >= 1
+    if not pays:
         console.print("No size is predicted to pay: drafting costs more than it saves.", style="bold red")
-        return
     value = "null" if best.tokens == vocab else best.tokens
-    console.print(f"Recommended: method.network.draft_vocab_size={value}", markup=False, highlight=False)
+    said = f"{'Recommended' if pays else 'Least loss'}: method.network.draft_vocab_size={value}"
+    console.print(said, markup=False, highlight=False)
 
 
 @entry()

@@ -71,7 +71,9 @@ def changed(config: Config, overrides: list[str]) -> Config:
         (["eval.temperatures=[]"], "eval.temperatures=[0.0]"),
         (["eval.temperatures=[-1]"], "eval.temperature=-1"),
         (["eval.confidence=1"], "must be in (0, 1)"),
-        (["eval.compare_generate=true", "eval.temperatures=[0.7]"], "has no 0.0"),
+        (["eval.compare_generate=true", "eval.temperatures=[0.7]"], "measured at 0.0"),
+        (["eval.compare_generate=true", "decode.temperature=0.7"], "measured at 0.0"),
+        (["decode.verification=block", "decode.tree=dynamic"], "decode.tree=chain"),
     ],
 )
 def test_what_cannot_work_is_refused(smollm2: Config, overrides: list[str], words: str) -> None:

@@ -98,6 +98,7 @@ def test_a_whole_measurement(config: Config) -> None:
     keys = {(r["temperature"], r["method"], r["category"], r["context_bucket"]) for r in stored["rows"]}
     groups = [("all", "all"), ("maths", "all"), ("code", "all"), ("all", "1-128")]
     assert keys == {(t, m, *group) for t in (0.0, 1.0) for m in ("plain", "eagle3") for group in groups}
+    assert stored["draft"]["parameters"] > 0  # frozen for decoding, and counted all the same
     # Float32 and greedy: plain, speculative and transformers' own outputs are the same tokens.
     whole = next(
         r for r in stored["rows"] if r["method"] == "eagle3" and r["category"] == r["context_bucket"] == "all"
@@ -272,7 +273,28 @@ def test_no_draft_yet(config: Config, tmp_path: Path) -> None:
         run(config)
 
 
+def test_the_decoders_temperature_is_what_is_measured(config: Config) -> None:
+    config.decode.temperature = 0.7
+    made, _ = run(config)
+    assert {row["temperature"] for row in made["rows"]} == {0.7}
+
+
+def test_a_measurement_of_another_configuration_is_kept(config: Config) -> None:
+    run(config)
+    again, screen = run(config)
+    assert "another configuration" not in screen
+    config.decode.draft_tokens = 1
+    run(config)
+    (aside,) = folder(config).parent.glob("measure-*")
+    assert json.loads((aside / "measure.json").read_text())["created"] == again["created"]
+    assert (aside / "report.html").exists() and (folder(config) / "report.html").exists()
+
+
 def test_what_would_not_be_measured_as_it_is_set(config: Config, tmp_path: Path) -> None:
+    config.decode.draft_tokens = 0
+    with pytest.raises(ConfigError, match="drafts nothing"):
+        run(config)
+    config.decode.draft_tokens = 2
     config.decode.batch_size = 8
     with pytest.raises(ConfigError, match=r"batch_size=8.*one prompt at a time"):
         run(config)

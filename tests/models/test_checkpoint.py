@@ -218,6 +218,12 @@ def test_a_run_or_a_draft_can_be_named(tmp_path: Path) -> None:
     assert find_draft(str(draft), tmp_path, "exp") == draft
 
 
+def test_an_experiments_folder_means_its_newest_run(tmp_path: Path) -> None:
+    put_draft(tmp_path / "exp" / "20250101-000000" / "draft")
+    newest = put_draft(tmp_path / "exp" / "20250102-000000" / "draft")
+    assert find_draft(str(tmp_path / "exp"), tmp_path, "other") == newest
+
+
 def test_what_is_no_draft_is_refused_with_the_mend(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no run in .*exp yet.*python -m train\.distill"):
         find_draft("latest", tmp_path, "exp")
