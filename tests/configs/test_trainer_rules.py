@@ -15,7 +15,10 @@ BASE = ["+experiment=smollm2_cpu"]
     [
         (["trainer.optimizer=lion"], "trainer.optimizer"),
         (["trainer.optimizer=muon", "trainer.muon_lr=0"], "trainer.muon_lr=0.0: must be in (0, inf)"),
-        (["trainer.muon_lr=0.01"], "set trainer.optimizer=muon, or remove the rate"),
+        (
+            ["trainer.optimizer=adamw", "trainer.muon_lr=0.01"],
+            "set trainer.optimizer=muon, or remove the rate",
+        ),
         (["trainer.ema=1"], "trainer.ema=1.0"),
         (["trainer.ema=0"], "null switches it off"),
         (["trainer.patience=0"], "trainer.patience=0: must be at least 1"),

@@ -26,6 +26,7 @@ from decoding.cache import KVCache
 from decoding.decoder import Decoder
 from decoding.drafters import Draws, Proposal, Seen, Turn
 from decoding.growth import (
+    MANY,
     ChainGrowth,
     DynamicGrowth,
     GrowingStatic,
@@ -366,7 +367,7 @@ def test_repetition_penalty_is_the_nodes_own(kind: str) -> None:
 # The largest of many
 
 
-@pytest.mark.parametrize("vocab", [5, 8 * 256, 5000])
+@pytest.mark.parametrize("vocab", [5, 8 * 256, 5000, 20_000, 2 * MANY])
 def test_ranked_is_the_head_of_a_sort(vocab: int) -> None:
     logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(0))
     logits[0, : vocab // 2] = -torch.inf

@@ -79,6 +79,7 @@ def write_workspace(folder: Path) -> list[str]:
         "method.objective.steps=3",
         "trainer.batch_tokens=256",  # four rows of 30 tokens, padded to 64: 8 micro-batches an epoch
         "trainer.epochs=2",
+        "trainer.optimizer=adamw",
         "trainer.lr=1e-2",
         "trainer.log_every=1",
         "trainer.save_every=4",

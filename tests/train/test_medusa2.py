@@ -91,10 +91,12 @@ def test_the_adapter_is_all_of_the_target_that_is_trained() -> None:
     assert not any(weight.requires_grad for weight in objective.adapted.target.model.parameters())
 
 
-def test_heads_learn_faster_than_the_target() -> None:
-    trainer = compose(["+experiment=smollm2_medusa2", "trainer.lr=0.004"]).trainer
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_heads_learn_faster_than_the_target(optimizer: str) -> None:
+    asked = ["+experiment=smollm2_medusa2", "trainer.lr=0.004", f"trainer.optimizer={optimizer}"]
     objective = objective_of(tiny_target())
-    groups = optimizers(objective, trainer)["lr"].param_groups
+    made = optimizers(objective, compose(asked).trainer).values()
+    groups = [group for part in made for group in part.param_groups]
     rates = {id(p): group["lr"] for group in groups for p in group["params"]}
     assert {rates[id(p)] for p in objective.draft.parameters()} == {0.004}
     assert {rates[id(p)] for p in objective.adapter.parameters()} == {0.001}
