@@ -85,8 +85,7 @@ def measure(config: Config, console: Console) -> dict[str, Any]:
         "config": as_plain(config),
         **results(pairs, bench.conditions()),
     }
-    keep_earlier(measurement, output, console)
-    write(measurement, output)
+    write(measurement, output, console)
     show(measurement, output, console)
     return measurement
 
@@ -234,23 +233,26 @@ def counted(chosen: Sequence[Prompt]) -> dict[str, int]:
 
 def keep_earlier(measurement: dict[str, Any], output: Path, console: Console) -> None:
     """Moves a measurement of another configuration aside, to a folder with the time that it was made at."""
-    file = output / "measure.json"
-    if not file.exists():
+    try:
+        earlier = json.loads((output / "measure.json").read_text(encoding="utf-8"))
+        same, created = earlier["config"] == measurement["config"], earlier["created"]
+    except (OSError, ValueError, KeyError):  # none, or nothing worth keeping
         return
-    earlier = json.loads(file.read_text(encoding="utf-8"))
-    if earlier["config"] == measurement["config"]:
+    if same:
         return
-    aside = output.with_name(f"{output.name}-{earlier['created'].replace(':', '')[:17]}")
+    aside = output.with_name(f"{output.name}-{created.replace(':', '')[:17]}")
     aside.mkdir(exist_ok=True)
     for name in ("measure.json", "report.html"):
-        (output / name).replace(aside / name)
+        if (output / name).exists():
+            (output / name).replace(aside / name)
     console.print(f"The measurement of another configuration is in {aside} now.", markup=False)
 
 
-def write(measurement: dict[str, Any], output: Path) -> None:
+def write(measurement: dict[str, Any], output: Path, console: Console) -> None:
     """Writes both files, each whole or not at all, and removes what only an interrupted run needs."""
     jsonschema.validate(measurement, json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
     page = report(measurement)
+    keep_earlier(measurement, output, console)
     write_json(output / "measure.json", measurement)
     write_text(output / "report.html", page)
     (output / PARTIAL).unlink(missing_ok=True)

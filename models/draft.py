@@ -63,6 +63,16 @@ class DraftShape:
         return cls(**values)
 
 
+def draft_sizes(target: Target, draft_vocab_size: int | None) -> dict[str, int]:
+    """The fields of a `DraftShape` for `target`, as wide as it is; None is its whole vocabulary."""
+    return {
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size if draft_vocab_size is None else draft_vocab_size,
+    }
+
+
 class DraftNetwork(nn.Module):
     """The base of draft networks. Parameters are float32 masters; `to(dtype)` for decoding.
 

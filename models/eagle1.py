@@ -22,7 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.draft import DraftNetwork
-from models.layers import MLP, Attend, Attention, LayerShape, RMSNorm, Rotary, causal, layer_sizes, linear
+from models.layers import (
+    MLP,
+    Attend,
+    Attention,
+    LayerShape,
+    RMSNorm,
+    Rotary,
+    biased,
+    causal,
+    layer_sizes,
+    linear,
+)
 from models.packing import pack
 from models.target import Target
 
@@ -70,9 +81,7 @@ class Eagle1(DraftNetwork):
     def __init__(self, shape: Eagle1Shape, embedding: Tensor) -> None:
         super().__init__(shape, embedding)
         d = shape.hidden_size
-        self.fc = linear(d + shape.target_hidden_size, d)
-        if shape.bias:
-            self.fc.bias = nn.Parameter(torch.full((d,), torch.nan))
+        self.fc = (biased if shape.bias else linear)(d + shape.target_hidden_size, d)
         self.layers = nn.ModuleList(Layer(shape, index) for index in range(shape.layers))
         self.rotary = Rotary(shape)
         # The target's head, then its rows of the draft vocabulary. In a tuple they are no modules of this

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from configs.errors import ConfigError, TargetError
-from models.draft import DraftShape
+from models.draft import DraftShape, draft_sizes
 from models.target import Target
 
 # (layer, q [B, H, T, hd], k [B, Hkv, T, hd], v [B, Hkv, T, hd]) -> [B, H, T, hd]; q and k come rotated.
@@ -68,10 +68,7 @@ def layer_sizes(
     if num_kv_heads is None:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return {
-        "hidden_size": target.hidden_size,
-        "target_hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "draft_vocab_size": target.vocab_size if draft_vocab_size is None else draft_vocab_size,
+        **draft_sizes(target, draft_vocab_size),
         "layers": layers,
         "intermediate_size": intermediate_size,
         "num_heads": num_heads,
@@ -204,6 +201,13 @@ def start_from(target: Target, draft: Any, last: int | None) -> None:
         starts = layers_before(target, last, len(draft.layers))
         for layer, theirs in zip(draft.layers, starts, strict=True):
             copy_layer(layer.self_attn, layer.mlp, theirs)
+
+
+def biased(inputs: int, outputs: int) -> nn.Linear:
+    """`linear` with a bias, NaN too."""
+    layer = linear(inputs, outputs)
+    layer.bias = nn.Parameter(torch.full((outputs,), torch.nan))
+    return layer
 
 
 def layers_before(target: Target, last: int, count: int) -> list[nn.Module]:

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.errors import ConfigError
-from models.draft import DraftNetwork, DraftShape
-from models.layers import linear
+from models.draft import DraftNetwork, DraftShape, draft_sizes
+from models.layers import biased, linear
 from models.target import Target
 
 PROJECTIONS = ("own", "shared", "frozen")
@@ -50,12 +50,7 @@ class HeadsShape(DraftShape):
     def resolve(cls, network: NetworkConfig, target: Target) -> Self:
         """`network` for `target`. Raises `ConfigError` for sizes that cannot work together."""
         shape = cls(
-            hidden_size=target.hidden_size,
-            target_hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=target.vocab_size
-            if network.draft_vocab_size is None
-            else network.draft_vocab_size,
+            **draft_sizes(target, network.draft_vocab_size),
             heads=network.heads,
             layers=network.layers,
             projection=network.projection,
@@ -167,10 +162,3 @@ class ResBlocks(nn.Module):
             weight.zero_()
         if isinstance(self.residual, nn.Linear):
             nn.init.eye_(self.residual.weight)
-
-
-def biased(inputs: int, outputs: int) -> nn.Linear:
-    """A linear map with a bias, NaN."""
-    layer = linear(inputs, outputs)
-    layer.bias = nn.Parameter(torch.full((outputs,), torch.nan))
-    return layer

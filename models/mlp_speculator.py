@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.errors import ConfigError
-from models.draft import INIT_STD, DraftNetwork, DraftShape
+from models.draft import INIT_STD, DraftNetwork, DraftShape, draft_sizes
 from models.layers import RMSNorm, linear
 from models.target import Target
 
@@ -54,13 +54,11 @@ class MlpSpeculatorShape(DraftShape):
     @classmethod
     def resolve(cls, network: NetworkConfig, target: Target) -> MlpSpeculatorShape:
         """`network` for `target`. Raises `ConfigError` for sizes that cannot work together."""
+        sizes = draft_sizes(target, network.draft_vocab_size)
+        if network.inner_dim is not None:
+            sizes["hidden_size"] = network.inner_dim
         shape = cls(
-            hidden_size=target.hidden_size if network.inner_dim is None else network.inner_dim,
-            target_hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=target.vocab_size
-            if network.draft_vocab_size is None
-            else network.draft_vocab_size,
+            **sizes,
             heads=network.heads,
             tie_weights=network.tie_weights,
             scale_input=network.scale_input,

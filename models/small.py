@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from configs.errors import CheckpointError, ConfigError, StorageError
 from models.checkpoint import CONFIG, NATIVE, WEIGHTS, read_weights
-from models.draft import INIT_STD, DraftNetwork, DraftShape
+from models.draft import INIT_STD, DraftNetwork, DraftShape, draft_sizes
 from models.files import sha256_file, write_json, write_tensors
 from models.layers import linear
 from models.target import Target, first_line
@@ -110,12 +110,7 @@ class SmallShape(DraftShape):
         fits = network.start in ("target", "scratch") and width == target.hidden_size
         architecture |= {"vocab_size": target.vocab_size, "tie_word_embeddings": network.head == "tied"}
         shape = cls(
-            hidden_size=width,
-            target_hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            draft_vocab_size=target.vocab_size
-            if network.draft_vocab_size is None
-            else network.draft_vocab_size,
+            **draft_sizes(target, network.draft_vocab_size) | {"hidden_size": width},
             start=network.start,
             cut=cut,
             embedding=network.embedding or ("target" if fits else "own"),

@@ -33,6 +33,7 @@ from decoding.sequence import Params
 from decoding.shapes import TreeShape
 from eval.generate import generate
 from models import load_draft
+from models.checkpoint import WEIGHTS
 from models.files import append_line, read_lines, sha256_file, write_json
 from models.packing import pack
 from models.provenance import provenance
@@ -99,9 +100,9 @@ def check(options: argparse.Namespace) -> None:
     rows = read_lines(options.file)[:: options.every][: options.count]
     prompts = [template.prompt(row["messages"]) for row in rows]
     groups = [prompts[i : i + options.batch_size] for i in range(0, len(prompts), options.batch_size)]
-    settings = {key: str(value) for key, value in vars(options).items()} | {
-        "sha256": sha256_file(options.file)
-    }
+    settings = {key: str(value) for key, value in vars(options).items()}
+    settings |= {"sha256": sha256_file(options.file), "git": str(provenance()["git"])}
+    settings |= {str(folder): sha256_file(folder / WEIGHTS) for folder in options.draft}
     partial = options.out.with_suffix(".partial.jsonl")
     lines: list[Any] = read_lines(partial) if partial.exists() else []
     if not lines or lines[0] != settings:

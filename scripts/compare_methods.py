@@ -2,8 +2,8 @@
 
 Trains the draft of each recipe in RECIPES, all on the same replies of the embedded target, unless it is
 trained already; then decodes held-out prompts plainly and in every way that the drafts allow, at each
-temperature: chains, dynamic trees, drafts without training (prompt lookup, lookahead) and the combination of
-the best tree with lookup. Each prompt is decoded in all ways before the next, beginning with another one each
+temperature: chains, dynamic trees, drafts without training (prompt lookup, lookahead) and EAGLE-3's tree
+merged with lookup. Each prompt is decoded in all ways before the next, beginning with another one each
 time, so that a change of the machine's load meets all alike. Ratios are to plain decoding of the same
 prompts, with 95 % intervals from a bootstrap over prompts.
 
@@ -68,7 +68,6 @@ class Way:
     name: str
     decoder: Decoder
     bench: Bench
-    method: str
 
     def conditions(self) -> Conditions:
         return dataclasses.replace(self.bench.conditions(), method=self.name)
@@ -95,28 +94,28 @@ def train(recipes: Sequence[str], overrides: Sequence[str], console: Console) ->
 def ways(target: Target, runs: dict[str, Path], overrides: Sequence[str], new_tokens: int) -> Iterator[Way]:
     """Plain decoding first."""
 
-    def way(name: str, method: str, config: Config, draft: Any, changes: dict[str, Any]) -> Way:
+    def way(name: str, config: Config, draft: Any, changes: dict[str, Any]) -> Way:
         decode = dataclasses.replace(
             config.decode, max_new_tokens=new_tokens, proposal=Proposal.sampled, **changes
         )
         bench = Bench(dataclasses.replace(config, decode=decode), target, draft, name)
-        return Way(name, bench.decoders["draft"], bench, method)
+        return Way(name, bench.decoders["draft"], bench)
 
     base = compose([f"+experiment={BASE}", *overrides])
     first = load_draft(find_draft(str(runs[BASE]), Path(base.runs), BASE), target)
-    plain = way(PLAIN, PLAIN, base, first, {"draft_tokens": 0})
+    plain = way(PLAIN, base, first, {"draft_tokens": 0})
     yield dataclasses.replace(plain, decoder=Decoder(target, PlainDrafter()))
     for recipe, run in runs.items():
         config = compose([f"+experiment={recipe}", *overrides])
         draft = load_draft(find_draft(str(run), Path(config.runs), recipe), target)
         method = config.method.name
-        yield way(f"{method} chain", method, config, draft, CHAIN)
-        yield way(f"{method} tree", method, config, draft, TREE)
+        yield way(f"{method} chain", config, draft, CHAIN)
+        yield way(f"{method} tree", config, draft, TREE)
     lookup = [Drafting.lookup]
-    yield way("lookup", "lookup", base, first, {"drafters": lookup, "draft_tokens": 8})
-    yield way("lookahead", "lookahead", base, first, {"drafters": [Drafting.lookahead], "draft_tokens": 4})
+    yield way("lookup", base, first, {"drafters": lookup, "draft_tokens": 8})
+    yield way("lookahead", base, first, {"drafters": [Drafting.lookahead], "draft_tokens": 4})
     both = {"drafters": [Drafting.draft, Drafting.lookup], **TREE}
-    yield way("eagle3 tree + lookup", "eagle3 + lookup", base, first, both)
+    yield way("eagle3 tree + lookup", base, first, both)
 
 
 def measure(

@@ -12,7 +12,7 @@ some step supervises.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from models.layers import Attend
 from train.alignment import TABLE, align
 from train.batches import Batch
-from train.supervision import Term, selection
+from train.supervision import Term, joint_matches, selection
 
 
 class Recurrent(Protocol):
@@ -96,6 +96,19 @@ def attend_to_both(q: Tensor, k: Tensor, v: Tensor, own: list[tuple[Tensor, Tens
 class Unrolled:
     rows: Tensor  # [B, R] int64: the selected rows j, ascending, then rows that no step supervises as padding
     steps: list[Term]
+
+
+def step_positions(batch: Batch, steps: int) -> Tensor:
+    """Supervised positions of each step, int64 [steps]."""
+    aligned = [align(TABLE["eagle3"](i), batch.tokens, batch.mask) for i in range(steps)]
+    return torch.stack([step.mask.sum() for step in aligned])
+
+
+def step_matches(draft: Any, batch: Batch, steps: int) -> Tensor:
+    """`Objective.matches` of a `Recurrent` draft with a draft vocabulary."""
+    unrolled = unroll(draft, batch, steps)
+    drafted = [draft.draft_ids[draft.logits(step.states).argmax(-1)] for step in unrolled.steps]
+    return joint_matches(batch, unrolled.rows, unrolled.steps, drafted)
 
 
 def unroll(draft: Recurrent, batch: Batch, steps: int, recompute: bool = False) -> Unrolled:

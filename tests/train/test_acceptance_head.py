@@ -28,7 +28,7 @@ from models.target import Target
 from tests.conftest import tiny_draft, tiny_target
 from tests.models.test_acceptance_head import eagle1, headed
 from tests.train.conftest import counting_target, written_rows
-from tests.train.test_eagle3 import padded, row
+from tests.train.pupils import padded, row
 from tests.train.test_loop import FEW, train
 from tests.train.test_loop import log as log_of
 from train.batches import Batch, collate

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from configs.compose import compose
 from configs.errors import ConfigError
-from configs.schema import Config, DataConfig, DecodeConfig, MethodConfig, TargetConfig, TrainerConfig, Tree
-from data.tokens import Prompt, TokenRow
+from configs.schema import DecodeConfig, Tree
+from data.tokens import TokenRow
 from decoding.build import build_decoder
 from decoding.decoder import Params
 from models import load_draft
@@ -23,6 +23,7 @@ from models.eagle1 import Eagle1, NetworkConfig
 from models.target import Target
 from tests.conftest import tiny_target
 from tests.train.conftest import counting_target, written_rows
+from tests.train.pupils import config, gradients, greedy, heldout, moves_every_weight, row
 from tests.train.test_loop import interrupt_at, log, losses, train
 from train import acceptance
 from train.alignment import TABLE
@@ -55,10 +56,6 @@ def objective_of(
 
 def batch_of(target: Target, rows: list[TokenRow], objective: Eagle1Objective) -> Batch:
     return collate(rows, compute(target, rows, objective.taps), grain=1)
-
-
-def row(tokens: list[int], prompt: int) -> TokenRow:
-    return TokenRow("", "", tokens, [0] * prompt + [1] * (len(tokens) - prompt))
 
 
 # Alignment
@@ -186,17 +183,6 @@ def steps_at(draft: Eagle1, features: Tensor, tokens: list[int], j: int, steps: 
         state = draft(state, texts[:, j + 1 + i, None], torch.tensor([[j + i]]), cache)
         states.append(state)
     return [state[0, 0] for state in states]
-
-
-def gradients(objective: Eagle1Objective, batches: list[Batch]) -> tuple[float, list[Tensor]]:
-    """Loss and gradients of one optimiser step over `batches`."""
-    objective.zero_grad()
-    positions = torch.stack([objective.positions(batch) for batch in batches]).sum(0)
-    losses = [objective(batch, positions).value for batch in batches]
-    for loss in losses:
-        loss.backward()
-    grads = [weight.grad for weight in objective.draft.parameters()]
-    return sum(loss.item() for loss in losses), [grad for grad in grads if grad is not None]
 
 
 @pytest.mark.parametrize(
@@ -334,31 +320,7 @@ def test_training_under_autocast_moves_every_weight() -> None:
     network = NetworkConfig(layers=2, bias=True, draft_vocab_size=48)
     objective = build(network, ObjectiveConfig(steps=2), target, rows, 0).train()
     batch = batch_of(target, rows, objective)
-    optimizer = torch.optim.AdamW(objective.draft.parameters(), lr=1e-3)
-    before = [weight.detach().clone() for weight in objective.draft.parameters()]
-    found = []
-    for step in range(10):
-        objective.begin(step)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = objective(batch, objective.positions(batch)).value
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    assert found[-1] < found[0]
-    assert all(weight.dtype == torch.float32 for weight in objective.draft.parameters())
-    assert not any(torch.equal(w, b) for w, b in zip(objective.draft.parameters(), before, strict=True))
-
-
-def config(**decode: Any) -> Config:
-    return Config(
-        experiment="test",
-        target=TargetConfig(name="tiny"),
-        method=MethodConfig(name="eagle1"),
-        data=DataConfig(folder="unused"),
-        decode=DecodeConfig(**{"draft_tokens": 3, **decode}),
-        trainer=TrainerConfig(eval_new_tokens=24),
-    )
+    moves_every_weight(objective, batch)
 
 
 @functools.cache  # training takes longer than what is tested with it
@@ -379,15 +341,10 @@ def learnt(steps: int, layers: int) -> tuple[Target, Eagle1Objective]:
     return target, objective
 
 
-def heldout(target: Target) -> list[Prompt]:
-    rows = written_rows(target, count=16, reply=1, seed=1)
-    return [Prompt(row.id, "tiny", row.input_ids[:6]) for row in rows]
-
-
 @pytest.mark.parametrize(("steps", "layers"), [(1, 1), (2, 2)])
 def test_decoder_and_estimate_agree(steps: int, layers: int) -> None:
     target, objective = learnt(steps, layers)
-    found = acceptance.measure(objective, target, heldout(target), config())
+    found = acceptance.measure(objective, target, heldout(target), config("eagle1"))
     # In float32 the walk makes the very rounds that the decoder made.
     assert found["walk"] == pytest.approx(found["mean_acceptance_length"], abs=1e-9)
     assert 1.5 < found["mean_acceptance_length"] < 4
@@ -435,16 +392,6 @@ def test_distilled_it_decodes_what_plain_decoding_does(overrides: list[str]) -> 
             assert generation.tokens == greedy(target, prompt.ids, 24)
         rounds = [done for generation in found for done in generation.rounds]
         assert sum(done.accepted for done in rounds) > len(rounds) / 2
-
-
-def greedy(target: Target, ids: list[int], length: int) -> list[int]:
-    """Plain decoding without a cache, to `length` tokens or the end of text."""
-    made: list[int] = []
-    while len(made) < length and not (made and made[-1] in target.eos_ids):
-        logits = target.forward(torch.tensor([ids + made])).logits
-        assert logits is not None
-        made.append(int(logits[0, -1].argmax()))
-    return made
 
 
 def test_an_interrupted_run_goes_on_bit_equal(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

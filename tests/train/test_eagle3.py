@@ -3,7 +3,6 @@ depend on."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from models.eagle3 import Eagle3
 from models.target import Target
 from tests.conftest import tiny_draft, tiny_target
 from tests.train.conftest import written_rows
+from tests.train.pupils import gradients, padded, row
 from train.batches import Batch, collate
 from train.features import compute
 from train.objectives.eagle3 import Eagle3Objective, ObjectiveConfig
@@ -31,10 +31,6 @@ def objective_of(target: Target, draft: Eagle3 | None = None, **settings: Any) -
 
 def batch_of(target: Target, rows: list[TokenRow], objective: Eagle3Objective) -> Batch:
     return collate(rows, compute(target, rows, objective.taps), grain=1)
-
-
-def row(tokens: list[int], prompt: int) -> TokenRow:
-    return TokenRow("", "", tokens, [0] * prompt + [1] * (len(tokens) - prompt))
 
 
 class Rowwise(nn.Module):
@@ -121,34 +117,6 @@ def test_only_rows_that_some_step_supervises_are_unrolled() -> None:
 
     # The second sequence is filled up with rows that no step supervises.
     assert selection(needed, grain=1).tolist() == [[2, 3, 5], [0, 1, 2]]
-
-
-def padded(batch: Batch, columns: int) -> Batch:
-    """The batch with more padding, whose features are far from zero."""
-
-    def wider(values: Tensor, fill: float) -> Tensor:
-        return torch.cat(
-            [values, torch.full((len(values), columns, *values.shape[2:]), fill, dtype=values.dtype)], 1
-        )
-
-    return dataclasses.replace(
-        batch,
-        tokens=wider(batch.tokens, 33),
-        mask=wider(batch.mask, False),
-        taps=wider(batch.taps, 7.0),
-        teacher=wider(batch.teacher, -1),
-    )
-
-
-def gradients(objective: Eagle3Objective, batches: list[Batch]) -> tuple[float, list[Tensor]]:
-    """Loss and gradients of one optimiser step over `batches`."""
-    objective.zero_grad()
-    positions = torch.stack([objective.positions(batch) for batch in batches]).sum(0)
-    losses = [objective(batch, positions).value for batch in batches]
-    for loss in losses:
-        loss.backward()
-    grads = [p.grad for p in objective.draft.parameters()]
-    return sum(loss.item() for loss in losses), [grad for grad in grads if grad is not None]
 
 
 def test_loss_and_gradients_do_not_depend_on_padding_or_on_how_rows_are_batched() -> None:

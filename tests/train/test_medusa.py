@@ -16,8 +16,8 @@ from torch import Tensor
 
 from configs.compose import compose
 from configs.errors import ConfigError
-from configs.schema import Config, DataConfig, DecodeConfig, MethodConfig, TargetConfig, TrainerConfig, Tree
-from data.tokens import Prompt, TokenRow
+from configs.schema import DecodeConfig, MethodConfig, Tree
+from data.tokens import TokenRow
 from decoding.build import build_decoder
 from decoding.decoder import Params
 from decoding.sequoia import best_tree
@@ -28,6 +28,7 @@ from models.medusa import HeadsNetwork, Medusa
 from models.target import Target
 from tests.conftest import tiny_target
 from tests.train.conftest import counting_target, written_rows
+from tests.train.pupils import config, fit, gradients, heldout, moves_every_weight, row
 from tests.train.test_loop import interrupt_at, log, losses, train
 from train import acceptance, alignment
 from train.alignment import TABLE, Offsets
@@ -72,10 +73,6 @@ def vary(draft: HeadsNetwork) -> None:
 
 def batch_of(target: Target, rows: list[TokenRow], taps: tuple[int, ...]) -> Batch:
     return collate(rows, compute(target, rows, taps), grain=1)
-
-
-def row(tokens: list[int], prompt: int) -> TokenRow:
-    return TokenRow("", "", tokens, [0] * prompt + [1] * (len(tokens) - prompt))
 
 
 # Alignment
@@ -180,17 +177,6 @@ def by_definition(objective: HeadsObjective, target: Target, tokens: list[int], 
     return total
 
 
-def gradients(objective: HeadsObjective, batches: list[Batch]) -> tuple[float, list[Tensor]]:
-    """Loss and gradients of one optimiser step over `batches`."""
-    objective.zero_grad()
-    positions = torch.stack([objective.positions(batch) for batch in batches]).sum(0)
-    losses = [objective(batch, positions).value for batch in batches]
-    for loss in losses:
-        loss.backward()
-    grads = [weight.grad for weight in objective.draft.parameters() if weight.requires_grad]
-    return sum(loss.item() for loss in losses), [grad for grad in grads if grad is not None]
-
-
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("vocabulary", "network"),
@@ -271,33 +257,10 @@ def test_training_under_autocast_moves_every_weight(method: str) -> None:
     network = dataclasses.replace(find_method(MethodConfig(method)).network, heads=3)
     objective = (medusa if method == "medusa" else hydra).build(network, settings, target, rows, 0)
     batch = batch_of(target, rows, objective.taps)
-    optimizer = torch.optim.AdamW(objective.draft.parameters(), lr=1e-3)
-    before = [weight.detach().clone() for weight in objective.draft.parameters()]
-    losses = []
-    for _ in range(10):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = objective(batch, objective.positions(batch)).value
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert all(weight.dtype == torch.float32 for weight in objective.draft.parameters())
-    assert not any(torch.equal(w, b) for w, b in zip(objective.draft.parameters(), before, strict=True))
+    moves_every_weight(objective, batch)
 
 
 # Estimate and decoder
-
-
-def config(method: str, **decode: Any) -> Config:
-    return Config(
-        experiment="test",
-        target=TargetConfig(name="tiny"),
-        method=MethodConfig(name=method),
-        data=DataConfig(folder="unused"),
-        decode=DecodeConfig(**{"draft_tokens": 3, **decode}),
-        trainer=TrainerConfig(eval_new_tokens=24),
-    )
 
 
 def learnt(method: str) -> tuple[Target, HeadsObjective]:
@@ -306,21 +269,11 @@ def learnt(method: str) -> tuple[Target, HeadsObjective]:
     objective = objective_of(method, target, range(4, 64))
     rows = written_rows(target, count=32)
     batch = Online(target, rows, objective.taps).batch(range(len(rows)))
-    optimizer = torch.optim.AdamW(objective.draft.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = objective(batch, objective.positions(batch)).value
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    fit(objective, batch, steps=60, lr=1e-2)
     return target, objective
 
 
 once_learnt = functools.cache(learnt)  # training takes longer than what is tested with it
-
-
-def heldout(target: Target) -> list[Prompt]:
-    rows = written_rows(target, count=16, reply=1, seed=1)
-    return [Prompt(row.id, "tiny", row.input_ids[:6]) for row in rows]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from configs.compose import compose
-from configs.schema import Config, DataConfig, DecodeConfig, MethodConfig, TargetConfig, TrainerConfig
-from data.tokens import Prompt, TokenRow
+from configs.schema import MethodConfig
+from data.tokens import TokenRow
 from decoding.build import build_decoder
 from decoding.decoder import Params, Request
 from models import load_draft
 from models.target import Target
 from tests.conftest import tiny_target
 from tests.train.conftest import counting_target, written_rows
+from tests.train.pupils import config, fit, gradients, heldout, moves_every_weight, row
 from tests.train.test_loop import interrupt_at, log, losses, train
 from train import acceptance, alignment
 from train.alignment import TABLE, Offsets
@@ -47,10 +48,6 @@ def objective_of(method: str, target: Target, size: int | None = None, **objecti
 
 def batch_of(target: Target, rows: list[TokenRow], taps: tuple[int, ...]) -> Batch:
     return collate(rows, compute(target, rows, taps), grain=1)
-
-
-def row(tokens: list[int], prompt: int) -> TokenRow:
-    return TokenRow("", "", tokens, [0] * prompt + [1] * (len(tokens) - prompt))
 
 
 def states_of(objective: Any, batch: Batch, steps: int = 3) -> tuple[Tensor, list[Tensor]]:
@@ -119,16 +116,6 @@ def test_draws_are_a_sequence_s_own() -> None:
 
 
 # Loss
-
-
-def gradients(objective: Any, batches: list[Batch]) -> tuple[float, list[Tensor]]:
-    """Loss and gradients of one optimiser step over `batches`."""
-    objective.zero_grad()
-    positions = torch.stack([objective.positions(batch) for batch in batches]).sum(0)
-    losses = [objective(batch, positions).value for batch in batches]
-    for loss in losses:
-        loss.backward()
-    return sum(loss.item() for loss in losses), [p.grad.clone() for p in objective.draft.parameters()]
 
 
 def by_definition(objective: Any, target: Target, tokens: list[int], mask: list[int]) -> Tensor:
@@ -214,33 +201,10 @@ def test_training_under_autocast_moves_every_weight(method: str) -> None:
     target = tiny_target(dtype=torch.bfloat16)
     objective = objective_of(method, target, 48)
     batch = batch_of(target, written_rows(target, count=4), objective.taps)
-    optimizer = torch.optim.AdamW(objective.draft.parameters(), lr=1e-3)
-    before = [weight.detach().clone() for weight in objective.draft.parameters()]
-    losses = []
-    for _ in range(10):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = objective(batch, objective.positions(batch)).value
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert all(weight.dtype == torch.float32 for weight in objective.draft.parameters())
-    assert not any(torch.equal(w, b) for w, b in zip(objective.draft.parameters(), before, strict=True))
+    moves_every_weight(objective, batch)
 
 
 # Estimate and decoder
-
-
-def config(method: str, **decode: Any) -> Config:
-    return Config(
-        experiment="test",
-        target=TargetConfig(name="tiny"),
-        method=MethodConfig(name=method),
-        data=DataConfig(folder="unused"),
-        decode=DecodeConfig(**{"draft_tokens": 3, **decode}),
-        trainer=TrainerConfig(eval_new_tokens=24),
-    )
 
 
 def learnt(method: str) -> tuple[Target, Any]:
@@ -249,22 +213,11 @@ def learnt(method: str) -> tuple[Target, Any]:
     objective = objective_of(method, target)
     rows = written_rows(target, count=20)
     batch = batch_of(target, rows, objective.taps)
-    optimizer = torch.optim.AdamW(objective.draft.parameters(), lr=1e-2)
-    for _ in range(50):
-        loss = objective(batch, objective.positions(batch)).value
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(objective.draft.parameters(), 0.5)
-        optimizer.step()
+    fit(objective, batch, steps=50, lr=1e-2, clip=0.5)
     return target, objective
 
 
 once_learnt = functools.cache(learnt)  # training takes longer than what is tested with it
-
-
-def heldout(target: Target) -> list[Prompt]:
-    rows = written_rows(target, count=16, reply=1, seed=1)
-    return [Prompt(row.id, "tiny", row.input_ids[:6]) for row in rows]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from models.small import NetworkConfig, Small
 from models.target import Target
 from tests.conftest import tiny_target
 from tests.train.conftest import counting_target, written_rows
+from tests.train.pupils import padded, row
 from train import acceptance
 from train.alignment import Offsets
 from train.batches import Batch, collate
@@ -43,10 +43,6 @@ def objective_of(target: Target, draft: Small | None = None, **settings: Any) ->
 
 def batch_of(target: Target, rows: Sequence[TokenRow]) -> Batch:
     return collate(rows, compute(target, rows, ()), grain=1)
-
-
-def row(tokens: list[int], prompt: int) -> TokenRow:
-    return TokenRow("", "", tokens, [0] * prompt + [1] * (len(tokens) - prompt))
 
 
 # Alignment
@@ -166,19 +162,6 @@ def test_loss_and_gradients_are_the_definition_s(
     assert loss == pytest.approx(expected.item(), rel=1e-4)
     for got, want in zip(found, wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
-
-
-def padded(batch: Batch, columns: int) -> Batch:
-    def wider(values: Tensor, fill: Any) -> Tensor:
-        return torch.cat([values, values.new_full((len(values), columns, *values.shape[2:]), fill)], 1)
-
-    return dataclasses.replace(
-        batch,
-        tokens=wider(batch.tokens, 33),
-        mask=wider(batch.mask, False),
-        taps=wider(batch.taps, 0.0),
-        teacher=wider(batch.teacher, -1),
-    )
 
 
 def test_loss_and_gradients_do_not_depend_on_padding_batching_or_chunks() -> None:

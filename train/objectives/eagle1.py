@@ -27,11 +27,11 @@ from data.tokens import TokenRow
 from data.vocabulary import give_vocabulary
 from models.eagle1 import Eagle1, NetworkConfig
 from models.target import Target
-from train.alignment import TABLE, align
+from train.alignment import TABLE
 from train.batches import Batch
 from train.objectives import Loss, Objective
-from train.supervision import SteppedConfig, Supervision, Teacher, Term, joint_matches
-from train.unrolled import unroll
+from train.supervision import SteppedConfig, Supervision, Teacher, Term
+from train.unrolled import step_matches, step_positions, unroll
 
 
 @dataclass
@@ -79,8 +79,7 @@ class Eagle1Objective(Objective):
 
     def positions(self, batch: Batch) -> Tensor:
         # A step of the unrolled draft is EAGLE-3's; its step 0 is EAGLE-1's row of the table.
-        steps = [align(TABLE["eagle3"](i), batch.tokens, batch.mask) for i in range(self.settings.steps)]
-        return torch.stack([step.mask.sum() for step in steps])
+        return step_positions(batch, self.settings.steps)
 
     def forward(self, batch: Batch, positions: Tensor) -> Loss:
         read = batch
@@ -97,9 +96,7 @@ class Eagle1Objective(Objective):
 
     def matches(self, draft: nn.Module, batch: Batch, steps: int) -> Tensor:
         assert isinstance(draft, Eagle1)
-        unrolled = unroll(draft, batch, steps)
-        drafted = [draft.draft_ids[draft.logits(step.states).argmax(-1)] for step in unrolled.steps]
-        return joint_matches(batch, unrolled.rows, unrolled.steps, drafted)
+        return step_matches(draft, batch, steps)
 
 
 def feature_error(step: Term, hidden: Tensor) -> Tensor:

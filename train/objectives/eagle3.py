@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from data.tokens import TokenRow
 from data.vocabulary import give_vocabulary
 from models.eagle3 import Eagle3, NetworkConfig
 from models.target import Target
-from train.alignment import TABLE, align
+from train.alignment import TABLE
 from train.batches import Batch
 from train.objectives import Loss, Objective
-from train.supervision import SteppedConfig, Supervision, Teacher, joint_matches
-from train.unrolled import unroll
+from train.supervision import SteppedConfig, Supervision, Teacher
+from train.unrolled import step_matches, step_positions, unroll
 
 
 @dataclass
@@ -48,8 +47,7 @@ class Eagle3Objective(Objective):
         self.supervision = Supervision(Teacher(target, draft.draft_ids), settings.weights(), settings)
 
     def positions(self, batch: Batch) -> Tensor:
-        steps = [align(TABLE["eagle3"](i), batch.tokens, batch.mask) for i in range(self.settings.steps)]
-        return torch.stack([step.mask.sum() for step in steps])
+        return step_positions(batch, self.settings.steps)
 
     def forward(self, batch: Batch, positions: Tensor) -> Loss:
         steps = unroll(self.draft, batch, self.settings.steps, self.settings.recompute).steps
@@ -59,9 +57,7 @@ class Eagle3Objective(Objective):
 
     def matches(self, draft: nn.Module, batch: Batch, steps: int) -> Tensor:
         assert isinstance(draft, Eagle3)
-        unrolled = unroll(draft, batch, steps)
-        drafted = [draft.draft_ids[draft.logits(step.states).argmax(-1)] for step in unrolled.steps]
-        return joint_matches(batch, unrolled.rows, unrolled.steps, drafted)
+        return step_matches(draft, batch, steps)
 
 
 def build(
