@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from configs.errors import TrafficError
 from data.tokens import Prompt
-from decoding.warp import Warp, largest
+from decoding.warp import Warp, choices
 from models.target import Target
 
 GRAIN = 16  # prompts are padded to multiples of it, so that kernels prepared per shape are met again
@@ -150,11 +150,11 @@ def prefill(target: Target, prompts: list[list[int]]) -> tuple[Tensor, DynamicCa
 def sampler(sampling: Sampling) -> Callable[[Tensor, list[Row]], list[int]]:
     """A function from logits [n, V] and their rows to n token ids."""
     if sampling.temperature == 0:
-        return lambda logits, rows: largest(logits).tolist()
+        return lambda logits, rows: [*map(choices(logits), range(len(rows)))]
     warp = Warp(temperature=sampling.temperature, top_k=0, top_p=sampling.top_p)
 
     def draw(logits: Tensor, rows: list[Row]) -> list[int]:
-        cumulative = warp(logits).double().cumsum(dim=-1)  # inverse CDF; u < 1, so u * total < total
+        cumulative = warp.laws(logits).double().cumsum(dim=-1)  # inverse CDF; u < 1, so u * total < total
         u = torch.tensor([[row.uniform.random()] for row in rows], device=logits.device, dtype=torch.float64)
         return torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).squeeze(-1).tolist()
 

@@ -140,7 +140,9 @@ class KVCache(Cache):
                     source.append(start + node)
                     target.append(start + i)
             self.lengths[slot] = start + len(path)
-        if slots:
+        if len(paths) == 1 and slots:
+            self.close_up(slots[0], source, target[0])
+        elif slots:
             self.move(slots, source, slots, target)
 
     def relocate(self, source: int, target: int) -> None:
@@ -152,6 +154,13 @@ class KVCache(Cache):
         if target in self.free:
             self.free.remove(target)
         self.release(source)
+
+    def close_up(self, slot: int, source: list[int], first: int) -> None:
+        """Copies the slot's rows `source` to those from `first` on, in all layers."""
+        for buffer in (self.keys, self.values):
+            assert buffer is not None
+            held = buffer[:, slot]
+            held[:, :, first : first + len(source)] = held[:, :, source]
 
     def move(self, from_slots: list[int], source: list[int], to_slots: list[int], target: list[int]) -> None:
         """Copies single rows, in all layers; the right side is a copy, since rows may overlap."""

@@ -138,7 +138,7 @@ def target_forward(target: Target, batch: int, context: int) -> Callable[[int], 
         mask = None
         if n > 1 or batch > 1:
             tree = TokenTree.chain(0, [0] * (n - 1))
-            mask = tree.ancestor_mask(context).expand(batch, 1, -1, -1).to(device)
+            mask = torch.from_numpy(tree.ancestor_mask(context)).expand(batch, 1, -1, -1).to(device)
         forward(context, mask, n)
         cache.commit_all([(slot, context, ()) for slot in slots])
 

@@ -31,6 +31,7 @@ from decoding.randomness import Randomness
 from decoding.sequence import Decoding, Generation, Params, Request, Round, counted, logprob
 from decoding.tree import TokenTree
 from decoding.verify import ALTERNATIVES, Verdict, follow, verify
+from decoding.warp import choices
 from models.target import Target, TargetOutput
 
 AHEAD = 1024  # new tokens for which the cache is allocated at once; beyond, it grows as needed
@@ -254,7 +255,7 @@ class Batch:
         extent = self.cache.aim([decoding.slot for decoding in self.live], width)
         if len(trees) == 1 and width == len(trees[0]):
             tree = trees[0]
-            mask = tree.ancestor_mask(starts[0])[None, None] if width > 1 else None
+            mask = torch.from_numpy(tree.ancestor_mask(starts[0])[None, None]) if width > 1 else None
             tokens, positions = [tree.tokens], [[starts[0] + depth for depth in tree.depth]]
         else:
             tokens = np.zeros((len(trees), width), dtype=np.int64)
@@ -264,7 +265,7 @@ class Batch:
                 count = len(tree)
                 tokens[row, :count] = tree.tokens
                 positions[row, :count] = np.add(tree.depth, start)
-                columns[row, 0, :count, : start + count] = tree.ancestor_mask(start).numpy()
+                columns[row, 0, :count, : start + count] = tree.ancestor_mask(start)
                 for padding in range(count, width):  # sees itself, and is seen by none
                     columns[row, 0, padding, start + padding] = True
             mask = torch.from_numpy(columns)
@@ -286,12 +287,12 @@ class Batch:
 
         Logits become laws at the walked nodes only: most nodes may never be asked for.
         """
-        law, paths = decoding.law, proposal.tree.paths
+        law, tree = decoding.law, proposal.tree
         try:
             if law.greedy:
-                return follow(proposal.tree, lambda node: law.choice(logits[node], paths[node]))
+                return follow(tree, law.choices(logits, tree.path))
             rule = ALTERNATIVES.get(decoding.params.verification, verify)
-            return rule(proposal, lambda node: law(logits[node], paths[node]), decoding.randomness, start)
+            return rule(proposal, lambda node: law(logits[node], tree.path(node)), decoding.randomness, start)
         except GrammarError as error:
             decoding.fail(error)
             return None
@@ -336,11 +337,11 @@ class Batch:
         path, tree = verdict.path, proposal.tree
         taps = tapped(output, row)
         taps = taps[: len(path)] if tree.is_chain else taps[list(path)]
-        choices = None
+        chosen = None
         if self.drafter.wants_choices:
             assert output.logits is not None
-            choices = output.logits[row, : len(tree)].argmax(-1).tolist()
-        decoding.read([tree.tokens[node] for node in path], verdict.next_token, taps, choices)
+            chosen = [*map(choices(output.logits[row]), range(len(tree)))]
+        decoding.read([tree.tokens[node] for node in path], verdict.next_token, taps, chosen)
 
     def record(
         self,

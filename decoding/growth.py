@@ -14,6 +14,7 @@ that is reported, and then kept, in the order of drawing, whatever it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,7 +31,7 @@ from decoding.shapes import TreeShape
 from decoding.stopping import Fixed, StopRule
 from decoding.tree import TokenTree
 from decoding.verify import without
-from decoding.warp import largest, law_dtype
+from decoding.warp import choices, law_dtype
 
 BLOCK = 128  # many logits are looked at in blocks first, for the largest of them
 MANY = 16_384
@@ -41,16 +42,16 @@ class Vocabulary:
     """What a draft network's logits are over, and where a text ends."""
 
     ids: Tensor | None  # long [Vd], the target id of each logit; None: they are the target's own
-    listed: list[int] | None  # the same as a list, since reading one number from a tensor is slow
+    host: np.ndarray | None  # the same on the host
     eos_ids: frozenset[int]  # nothing is proposed after one of these
 
     @classmethod
     def of(cls, ids: Tensor | None, eos_ids: frozenset[int]) -> Vocabulary:
-        return cls(ids, None if ids is None else ids.tolist(), eos_ids)
+        return cls(ids, None if ids is None else ids.numpy(force=True), eos_ids)
 
     def token(self, index: int) -> int:
         """The target's id of draft id `index`."""
-        return index if self.listed is None else self.listed[index]
+        return index if self.host is None else int(self.host[index])
 
 
 class Growing:
@@ -84,26 +85,23 @@ class Growing:
             node = self.parent[node]
         return path[::-1]
 
-    def shaped(self, node: int, logits: Tensor) -> Tensor | None:
-        """`logits` [Vd] after `node` as the law shapes them; None if the grammar allows no id that the draft
-        has."""
-        law = self.turn.law
-        shaped = law.shaped(logits, self.path(node), self.vocabulary.ids)
-        if law.grammar is not None and not bool((shaped > -torch.inf).any()):
-            self.stopped = "grammar"
-            return None
-        return shaped
-
-    def shaped_level(self, nodes: Sequence[int], logits: Tensor) -> Tensor:
+    def shaped(self, nodes: Sequence[int], logits: Tensor) -> Tensor:
         """`logits` [n, Vd] after `nodes` as the law shapes them; all -inf where the grammar allows no id that
         the draft has."""
         law, ids = self.turn.law, self.vocabulary.ids
-        if law.grammar is None and law.warp.repetition_penalty == 1:
+        if law.plain:
             return logits
         rows = zip(nodes, logits, strict=True)
         return torch.stack([law.shaped(row, self.path(node), ids) for node, row in rows])
 
-    def draw(self, law: Tensor) -> int:
+    def barred(self, shaped: Tensor) -> bool:
+        """Whether the grammar allows nothing of `shaped` [..., Vd], which ends the growth."""
+        if self.turn.law.grammar is None or bool((shaped > -torch.inf).any()):
+            return False
+        self.stopped = "grammar"
+        return True
+
+    def draw(self, law: np.ndarray) -> int:
         """An index of `law` [Vd], by the round's next number."""
         key = Key(self.turn.seen.position, Purpose.propose, self.draw_count)
         self.draw_count += 1
@@ -151,20 +149,20 @@ class GrowingChain(Growing):
 
     def grow(self, nodes: Sequence[int], logits: Tensor) -> list[int]:
         node = nodes[0]
-        shaped = self.shaped(node, logits[0])
-        if shaped is None:
+        shaped = self.shaped(nodes, logits)
+        if self.barred(shaped):
             return []
         if self.sampled:
-            law = self.turn.law.warp(shaped)
+            law = self.turn.law.warp(shaped[0])
             index = self.draw(law)
-            self.draws[node] = [Draws(law, (node + 1,), self.vocabulary.ids)]
+            self.draws[node] = [Draws(law, (node + 1,), self.vocabulary.host)]
         else:
-            index = int(largest(shaped))
+            index = choices(shaped)(0)
         child = self.add(node, self.vocabulary.token(index))
         if not self.reads(child):
             return []
         if self.rule.needs_confidence and self.estimates is None:
-            self.confidences.append(float(torch.softmax(shaped.float(), -1)[index]))
+            self.confidences.append(float(torch.softmax(shaped[0].float(), -1)[index]))
         known = self.confidences if self.estimates is None else self.estimates
         if self.rule.enough(known, len(self.tokens) - 1):
             self.stopped = self.rule.name
@@ -224,7 +222,7 @@ class GrowingStatic(Growing):
         ranks = self.shape.ranks
         wanted = [self.wanted(node) for node in nodes]
         count = 1 + max((ranks[place] for places in wanted for place in places), default=-1)
-        scores, indices = ranked(self.shaped_level(nodes, logits), count)
+        scores, indices = ranked(self.shaped(nodes, logits), count)
         possible = (scores > -torch.inf).sum(-1).tolist()  # the grammar may leave fewer
         if count and not any(possible):
             self.stopped = "grammar"
@@ -235,15 +233,17 @@ class GrowingStatic(Growing):
 
     def add_drawn(self, node: int, logits: Tensor) -> None:
         """Adds children of `node`, drawn given the logits [Vd] after it."""
-        shaped = self.shaped(node, logits)
         wanted = self.wanted(node)
-        if shaped is None or not wanted:
+        if not wanted:
             return
-        law = self.turn.law.warp(shaped)
+        shaped = self.shaped([node], logits[None])
+        if self.barred(shaped):
+            return
+        law = self.turn.law.warp(shaped[0])
         draw = self.with_replacement if self.replacement else self.without_replacement
-        self.draws[node] = [Draws(law, draw(node, law, wanted), self.vocabulary.ids, self.replacement)]
+        self.draws[node] = [Draws(law, draw(node, law, wanted), self.vocabulary.host, self.replacement)]
 
-    def without_replacement(self, node: int, law: Tensor, wanted: Sequence[int]) -> tuple[int, ...]:
+    def without_replacement(self, node: int, law: np.ndarray, wanted: Sequence[int]) -> tuple[int, ...]:
         children: list[int] = []
         for place in wanted:
             index = self.draw(law)
@@ -254,7 +254,7 @@ class GrowingStatic(Growing):
                     break
         return tuple(children)
 
-    def with_replacement(self, node: int, law: Tensor, wanted: Sequence[int]) -> tuple[int, ...]:
+    def with_replacement(self, node: int, law: np.ndarray, wanted: Sequence[int]) -> tuple[int, ...]:
         known: dict[int, int] = {}
         children: list[int] = []
         for place in wanted:
@@ -296,19 +296,18 @@ class GrowingDynamic(Growing):
     def __init__(self, growth: DynamicGrowth, turn: Turn, vocabulary: Vocabulary) -> None:
         super().__init__(turn, vocabulary)
         self.count, self.width = growth.nodes, growth.width
-        self.scores = np.zeros(1)  # of each node; never above its parent's
+        self.scores = [0.0]  # of each node; never above its parent's
 
     def grow(self, nodes: Sequence[int], logits: Tensor) -> list[int]:
-        shaped = self.shaped_level(nodes, logits)
+        shaped = self.shaped(nodes, logits)
         logprobs, indices = ranked(shaped.log_softmax(-1, dtype=law_dtype(shaped)), self.width)
-        # A rounding error above 0 would let a child pass its parent.
-        scores = np.minimum(logprobs.numpy(force=True), 0) + self.scores[list(nodes), None]
-        allowed = scores > -np.inf  # neither -inf nor the NaN of a row that is -inf throughout
         first = len(self.tokens)
-        self.tokens += map(self.vocabulary.token, indices.numpy(force=True)[allowed].tolist())
-        self.parent += np.repeat(nodes, allowed.sum(1)).tolist()
-        self.depth += [self.depth[nodes[0]] + 1] * (len(self.tokens) - first)
-        self.scores = np.concatenate([self.scores, scores[allowed]])
+        for node, row, best in zip(nodes, logprobs.tolist(), indices.tolist(), strict=True):
+            for logprob, index in zip(row, best, strict=True):
+                if logprob > -math.inf:  # neither that nor the NaN of a row that is -inf throughout
+                    self.add(node, self.vocabulary.token(index))
+                    # A rounding error above 0 would let a child pass its parent.
+                    self.scores.append(self.scores[node] + min(logprob, 0.0))
         if first == len(self.tokens):
             self.stopped = "grammar"
         return self.frontier(first)
@@ -319,8 +318,8 @@ class GrowingDynamic(Growing):
         A child scores at most its parent's score and loses ties against what was made before it, so a node
         whose score is not above the last place's has nothing to win.
         """
-        drafted = self.scores[1:]
-        floor = np.partition(drafted, -self.count)[-self.count] if len(drafted) >= self.count else -np.inf
+        drafted = sorted(self.scores[1:], reverse=True)
+        floor = drafted[self.count - 1] if len(drafted) >= self.count else -math.inf
         promising = [first + i for i in best_first(self.scores[first:]) if self.scores[first + i] > floor]
         if not promising and first < len(self.tokens):
             self.stopped = "nodes"
@@ -335,9 +334,9 @@ class GrowingDynamic(Growing):
         return Proposal(tree, self.draws, seconds, forwards, self.stopped)
 
 
-def best_first(scores: np.ndarray) -> list[int]:
+def best_first(scores: Sequence[float]) -> list[int]:
     """The indices of scores [n] from the highest to the lowest, ties as they stand."""
-    return np.argsort(-scores, kind="stable").tolist()
+    return sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
 
 
 def ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -6,13 +6,14 @@ node's own path. So a forbidden token has no mass on either side, and a repetiti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.warp import Warp, largest
+from decoding.warp import Warp, choices
 
 
 class Grammar(Protocol):
@@ -49,16 +50,26 @@ class Law:
         self.text = set(text) if warp.repetition_penalty != 1 else set()
 
     @property
+    def plain(self) -> bool:
+        """Whether the law depends on the logits alone, not on the text."""
+        return self.grammar is None and self.warp.repetition_penalty == 1
+
+    @property
     def greedy(self) -> bool:
         return self.warp.temperature == 0
 
-    def __call__(self, logits: Tensor, path: Sequence[int]) -> Tensor:
-        """Probabilities [V] of the target's logits [V] after `path`."""
+    def __call__(self, logits: Tensor, path: Sequence[int]) -> np.ndarray:
+        """Probabilities [V], on the host, of the target's logits [V] after `path`."""
         return self.warp(self.shaped(logits, path))
 
-    def choice(self, logits: Tensor, path: Sequence[int]) -> int:
-        """The id that the law at temperature 0 is certain of."""
-        return int(largest(self.shaped(logits, path)))
+    def choices(self, logits: Tensor, path: Callable[[int], Sequence[int]]) -> Callable[[int], int]:
+        """Tells of a node, when asked, the id that the law at temperature 0 is certain of.
+
+        logits: [N, V] after each node; path(node): the tokens down to it.
+        """
+        if self.plain:
+            return choices(logits)
+        return lambda node: choices(self.shaped(logits[node], path(node))[None])(0)
 
     def allowed(self, path: Sequence[int], ids: Tensor | None = None) -> Tensor | None:
         """bool [V], or of `ids` only, where the grammar lets the next token be; None: everywhere."""

@@ -13,7 +13,6 @@ from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from torch import Tensor
 
 from configs.errors import TargetError
 
@@ -44,8 +43,8 @@ class Randomness(Protocol):
         """True with `probability` (above 1 counts as 1; 0 is never accepted)."""
         ...
 
-    def draw(self, probs: Tensor, key: Key) -> int:
-        """An index of `probs` [V], each with its probability; one of probability 0 is never drawn."""
+    def draw(self, law: np.ndarray, key: Key) -> int:
+        """An index of `law` [V], each with its probability; one of probability 0 is never drawn."""
         ...
 
 
@@ -67,9 +66,8 @@ class Seeded:
         # Strict: with `<=` a zero probability, such as a forbidden token's, would pass when the uniform is 0.
         return probability >= 1 or self.uniform(key) < probability
 
-    def draw(self, probs: Tensor, key: Key) -> int:
-        """By the inverse of the cumulative law, summed in float64 on the CPU, so that devices agree."""
-        law = probs.cpu().numpy()
+    def draw(self, law: np.ndarray, key: Key) -> int:
+        """By the inverse of the cumulative law, summed in float64."""
         blocks = np.add.reduceat(law, np.arange(0, len(law), BLOCK), dtype=np.float64).cumsum()
         total = float(blocks[-1])
         if not 0 < total < float("inf"):

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-from torch import Tensor
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,18 @@ class TokenTree:
             depth.append(depth[parent] + 1)
         return depth
 
-    @cached_property
+    def path(self, node: int) -> tuple[int, ...]:
+        """The tokens from the root on, without the root's own, down to `node`."""
+        path: list[int] = []
+        while node:
+            path.append(self.tokens[node])
+            node = self.parent[node]
+        return tuple(reversed(path))
+
+    @property
     def paths(self) -> list[tuple[int, ...]]:
-        """The tokens from the root on, without the root's own, down to each node."""
-        paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(self.tokens[1:], self.parent[1:], strict=True):
-            paths.append((*paths[parent], token))
-        return paths
+        """`path` of every node."""
+        return [self.path(node) for node in range(len(self))]
 
     def children(self, node: int) -> list[int]:
         """The nodes whose parent is `node`, in the order in which they are to be tried."""
@@ -66,14 +70,15 @@ class TokenTree:
     def is_chain(self) -> bool:
         return self.parent == list(range(-1, len(self) - 1))
 
-    def ancestor_mask(self, before: int = 0) -> Tensor:
+    def ancestor_mask(self, before: int = 0) -> np.ndarray:
         """bool [N, before + N]: row i is True at what i may attend to.
 
         That is all `before` columns of the cache, i's ancestors, and i.
         """
-        mask = torch.ones(len(self), before + len(self), dtype=torch.bool).tril_(before)
-        if not self.is_chain:
-            own = mask[:, before:].copy_(torch.eye(len(self), dtype=torch.bool))
-            for node, parent in enumerate(self.parent[1:], 1):
-                own[node] |= own[parent]
+        mask = np.zeros((len(self), before + len(self)), dtype=bool)
+        mask[:, :before] = True
+        for node, parent in enumerate(self.parent):
+            if node:
+                mask[node, before : before + node] = mask[parent, before : before + node]
+            mask[node, before + node] = True
         return mask

@@ -23,14 +23,12 @@ from functools import cache
 from math import exp, log
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from configs.schema import Verification
 from decoding.drafters import Proposal
 from decoding.randomness import Key, Purpose, Randomness
 from decoding.tree import TokenTree
-from decoding.warp import largest, one_hot, scaled, total
+from decoding.warp import certain, normalise_
 
 EPSILON, DELTA = 0.09, 0.3  # of typical acceptance, as Medusa sets them
 
@@ -42,7 +40,7 @@ class Verdict:
 
 
 def verify(
-    proposal: Proposal, law: Callable[[int], Tensor], randomness: Randomness, position: int
+    proposal: Proposal, law: Callable[[int], np.ndarray], randomness: Randomness, position: int
 ) -> Verdict:
     """Walks `proposal.tree`, whose root is at absolute `position`.
 
@@ -63,7 +61,7 @@ def verify(
 
 
 def verify_block(
-    proposal: Proposal, law: Callable[[int], Tensor], randomness: Randomness, position: int
+    proposal: Proposal, law: Callable[[int], np.ndarray], randomness: Randomness, position: int
 ) -> Verdict:
     """Judges a drawn chain as a whole (block verification, Sun et al. 2024, 2403.10444): as exact as
     `verify`, and no exact rule for chains accepts more on average. Trees, and chains of which nothing was
@@ -82,12 +80,12 @@ def verify_block(
         return verify(proposal, law, randomness, position)
     tokens = proposal.tree.tokens
     leaf = len(tokens) - 1
-    laws: list[tuple[Tensor, Tensor]] = []  # p and q after each node but the leaf
+    laws: list[tuple[np.ndarray, np.ndarray]] = []  # p and q after each node but the leaf
     weights = [1.0]
     while len(weights) <= leaf:
         p = law(len(laws))
         ((child, drawn),) = trials(proposal, len(laws), len(p))
-        q = drawn if drawn is not None else one_hot(torch.tensor(tokens[child], device=p.device), p)
+        q = drawn if drawn is not None else certain(p, tokens[child])
         laws.append((p, q))
         weight = min(1.0, weights[-1] * acceptance(p, q, tokens[child]))
         if weight == 0:  # nothing behind can be accepted, and a grammar has no law after what it forbids
@@ -118,21 +116,20 @@ def drawn_chain(proposal: Proposal) -> bool:
     return proposal.chain and max(counts, default=0) == 1
 
 
-def stay_chance(p: Tensor, q: Tensor, weight: float) -> float:
+def stay_chance(p: np.ndarray, q: np.ndarray, weight: float) -> float:
     """h_i of `verify_block`: p, q [V] are the laws after node i, `weight` is w_i."""
-    missing = total(excess(weight * p, q))
+    missing = float(excess(weight * p, q).sum())
     return missing / (missing + 1 - weight) if weight < 1 else 1.0
 
 
-def rest_of_block(p: Tensor, q: Tensor, weight: float) -> Tensor:
+def rest_of_block(p: np.ndarray, q: np.ndarray, weight: float) -> np.ndarray:
     """The law [V] of the token after a cut: norm(max(weight * p - q, 0)), or p if rounding leaves nothing."""
     left = excess(weight * p, q)
-    mass = total(left)
-    return scaled(left, mass) if mass > 0 else p
+    return left if normalise_(left) else p
 
 
 def accept_typical(
-    proposal: Proposal, law: Callable[[int], Tensor], randomness: Randomness, position: int
+    proposal: Proposal, law: Callable[[int], np.ndarray], randomness: Randomness, position: int
 ) -> Verdict:
     """Lossy: Medusa's typical acceptance (Cai et al. 2024, 2401.10774), which leaves nothing to chance.
 
@@ -150,19 +147,20 @@ def accept_typical(
             depth, score = accepted[parent]
             accepted[node] = depth + 1, score + log(p)
     node = max(accepted, key=accepted.__getitem__)
-    next_token = int(largest(after(node)))
+    next_token = int(after(node).argmax())
     path = [node]
     while path[-1]:
         path.append(tree.parent[path[-1]])
     return Verdict(tuple(reversed(path)), next_token)
 
 
-def typical_bar(p: Tensor) -> float:
+def typical_bar(p: np.ndarray) -> float:
     """min(ε, δ exp(-H(p))) of a law p [V], the entropy H being in nats."""
-    return min(EPSILON, DELTA * exp(-float(torch.special.entr(p).sum())))
+    some = p[p > 0]
+    return min(EPSILON, DELTA * exp(float((some * np.log(some)).sum())))
 
 
-Rule = Callable[[Proposal, Callable[[int], Tensor], Randomness, int], Verdict]
+Rule = Callable[[Proposal, Callable[[int], np.ndarray], Randomness, int], Verdict]
 # What a sequence may ask for in place of `verify`.
 ALTERNATIVES: dict[Verification, Rule] = {
     Verification.block: verify_block,
@@ -175,7 +173,7 @@ def lossless(verification: Verification) -> bool:
     return verification is not Verification.typical
 
 
-def trials(proposal: Proposal, node: int, vocab: int) -> Iterator[tuple[int, Tensor | None]]:
+def trials(proposal: Proposal, node: int, vocab: int) -> Iterator[tuple[int, np.ndarray | None]]:
     """The children of `node` in the order in which they are tried, each with the law [V] that it was drawn
     from, or None if it was chosen deterministically."""
     groups = proposal.draws.get(node, ())
@@ -206,7 +204,7 @@ def follow(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
         path.append(child)
 
 
-def acceptance(p: Tensor, q: Tensor | None, token: int) -> float:
+def acceptance(p: np.ndarray, q: np.ndarray | None, token: int) -> float:
     """Probability of letting `token` stand, not capped at 1. p, q: [V]; q None: chosen deterministically."""
     if q is None:
         return float(p[token])
@@ -214,7 +212,7 @@ def acceptance(p: Tensor, q: Tensor | None, token: int) -> float:
     return float(p[token]) / drawn if drawn > 0 else 0.0
 
 
-def residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
+def residual(p: np.ndarray, q: np.ndarray | None, token: int) -> np.ndarray:
     """What is left of the law p [V] once `token` is refused.
 
     In exact arithmetic something is left whenever refusing was possible; if rounding leaves nothing, p stays.
@@ -222,28 +220,25 @@ def residual(p: Tensor, q: Tensor | None, token: int) -> Tensor:
     if q is None:
         if p[token] == 0:
             return p
-        left = p.clone()
+        left = p.copy()
         left[token] = 0
     else:
         left = excess(p, q)
-    mass = total(left)
-    return scaled(left, mass) if mass > 0 else p
+    return left if normalise_(left) else p
 
 
-def excess(p: Tensor, q: Tensor) -> Tensor:
+def excess(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """max(p - q, 0)."""
-    if p.device.type != "cpu":
-        return (p - q).clamp_(min=0)
-    left = p.numpy() - q.numpy()  # vectorised, see decoding/warp.py
-    return torch.from_numpy(np.maximum(left, 0, out=left))
+    left = p - q
+    return np.maximum(left, 0, out=left)
 
 
-def without(q: Tensor, token: int) -> Tensor:
+def without(q: np.ndarray, token: int) -> np.ndarray:
     """The law [V] of the next sibling, drawn without replacement: q with `token` struck out, renormalised.
 
     All zero if nothing is left.
     """
-    left = q.clone()
+    left = q.copy()
     left[token] = 0
-    mass = total(left)
-    return scaled(left, mass) if mass > 0 else left
+    normalise_(left)
+    return left

@@ -7,11 +7,11 @@ them; it needs the text, and decoding/law.py applies it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from configs.errors import ConfigError
@@ -41,110 +41,114 @@ class Warp:
                 f"repetition_penalty={self.repetition_penalty}: set a number above 0; 1 is off."
             )
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """Probabilities [..., V] of logits [..., V]: float64 if those are, else float32."""
+    @property
+    def truncates(self) -> bool:
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    def __call__(self, logits: Tensor) -> np.ndarray:
+        """Probabilities [V] of logits [V], on the host: float64 if those are, else float32.
+
+        There on any device: a law is made at the few nodes that a walk comes to, and what follows are single
+        numbers of it.
+        """
+        scores = on_host(logits)
         if self.temperature == 0:
-            return one_hot(largest(logits), logits)
-        dtype = law_dtype(logits)
-        scores = logits if self.temperature == 1 else scaled(logits.to(dtype, copy=True), self.temperature)
-        probs = torch.softmax(scores, dim=-1, dtype=dtype)
-        if self.top_k or self.top_p < 1 or self.min_p:
-            for row in [probs] if probs.dim() == 1 else probs.view(-1, probs.shape[-1]):
-                truncate_(row, self.top_k, self.top_p, self.min_p)
-        return probs
+            return certain(scores, int(scores.argmax()))
+        with np.errstate(invalid="ignore"):  # of logits that are all -inf comes NaN, which nobody can draw
+            law = scores - scores.max()
+        np.multiply(law, law.dtype.type(1 / self.temperature), out=law)
+        np.exp(law, out=law)
+        truncate_(law, self.top_k, self.top_p, self.min_p)
+        normalise_(law)
+        return law
+
+    def laws(self, logits: Tensor) -> Tensor:
+        """The same of many: probabilities [..., V] of logits [..., V], on their device."""
+        if self.temperature and not self.truncates:
+            return torch.softmax(logits.to(law_dtype(logits)) / self.temperature, dim=-1)
+        rows = [self(row) for row in logits.reshape(-1, logits.shape[-1])]
+        return torch.from_numpy(np.stack(rows)).view(logits.shape).to(logits.device)
 
 
 def law_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def one_hot(index: Tensor, like: Tensor) -> Tensor:
-    """All mass on `index` [...]: probabilities shaped as `like` [..., V]."""
-    law = torch.zeros(like.shape, dtype=law_dtype(like), device=like.device)
-    return law.scatter_(-1, index[..., None], 1.0)
+def on_host(logits: Tensor) -> np.ndarray:
+    """Logits [V] as float64 if they are, else as float32; may share their memory."""
+    if logits.dtype == torch.bfloat16:  # numpy knows no such type: the upper half of a float32's bits
+        bits = logits.view(torch.int16).numpy(force=True).astype(np.int32)
+        return np.left_shift(bits, 16, out=bits).view(np.float32)
+    values = logits.numpy(force=True)
+    return values.astype(np.float32) if values.dtype == np.float16 else values
 
 
-def largest(logits: Tensor) -> Tensor:
-    """Index [...] of the largest of logits [..., V], the lowest on ties."""
+def certain(like: np.ndarray, token: int) -> np.ndarray:
+    """The law, shaped as `like` [V], that is certain of `token`."""
+    law = np.zeros_like(like)
+    law[token] = 1
+    return law
+
+
+def normalise_(law: np.ndarray) -> bool:
+    """Divides `law` [V] by its mass, in place, if it has any; returns whether it has."""
+    mass = float(law.sum())
+    if mass > 0:
+        np.multiply(law, law.dtype.type(1 / mass), out=law)
+    return mass > 0
+
+
+def choices(logits: Tensor) -> Callable[[int], int]:
+    """Tells of row i of logits [N, V], when asked, the index of the largest, the lowest on ties."""
     if logits.device.type != "cpu":
-        return logits.argmax(dim=-1)
+        return logits.argmax(-1).tolist().__getitem__  # all at once: each transfer waits for the device
     # On a CPU numpy's argmax is vectorised and torch's is not: 3 against 75 microseconds for 49,152 values.
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        # Their bits, read as integers, are in the order of the values as long as the largest is above 0.
-        bits = logits.view(torch.int16).numpy()
-        if (bits.max(-1) > 0).all():
-            return torch.from_numpy(np.asarray(bits.argmax(-1)))
-        logits = logits.float()
-    return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
+    if logits.dtype not in (torch.bfloat16, torch.float16):
+        values = logits.numpy()
+        return lambda i: int(values[i].argmax())
+    # Their bits, read as integers, are in the order of the values as long as the largest is above 0.
+    bits = logits.view(torch.int16).numpy()
+
+    def choice(i: int) -> int:
+        index = int(bits[i].argmax())
+        return index if bits[i, index] > 0 else int(logits[i].float().numpy().argmax())
+
+    return choice
 
 
-def truncate_(row: Tensor, top_k: int, top_p: float, min_p: float = 0.0) -> None:
-    """Takes from the law `row` [V], in place, what top-k, top-p and then min-p drop, and renormalises it."""
+def truncate_(law: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0) -> None:
+    """Sets to 0, in place, what top-k, top-p and then min-p drop from `law` [V], of any mass."""
     head = None
-    if 0 < top_k < len(row):
-        head = descending(row, top_k)
-        keep_from_(row, head[-1])
+    if 0 < top_k < len(law):
+        head = np.sort(np.partition(law, -top_k)[-top_k:])[::-1]
+        keep_from_(law, head[-1])
     if top_p < 1:
-        keep_from_(row, nucleus_floor(row, head, top_p * total(row)))
+        keep_from_(law, nucleus_floor(law, head, top_p))
     if min_p:
-        keep_from_(row, (row.max() * min_p).numpy(force=True).flat[0])
-    scaled(row, total(row))
+        keep_from_(law, law.max() * law.dtype.type(min_p))
 
 
-def nucleus_floor(row: Tensor, head: np.ndarray | None, wanted: float) -> np.floating:
-    """The least probability in the smallest set of likeliest ids that holds the mass `wanted`.
+def nucleus_floor(law: np.ndarray, head: np.ndarray | None, top_p: float) -> np.floating:
+    """The least entry in the smallest set of largest ones that holds the share `top_p` of the mass.
 
-    head: the largest of `row` [V] in descending order, the others being 0 or ties of its last; None: unknown.
+    head: the largest of `law` [V] in descending order, the others being 0 or ties of its last; None: unknown.
     """
-    top = above(row, NUCLEUS) if head is None else head
-    mass = top.cumsum(dtype=np.float64)
-    if head is None and not (len(top) and mass[-1] >= wanted):
-        top = above(row, 0.0)
-        mass = top.cumsum(dtype=np.float64)
+    mass = law.sum()
+    wanted = top_p * float(mass)
+    top = above(law, law.dtype.type(NUCLEUS) * mass) if head is None else head
+    held = top.cumsum(dtype=np.float64)
+    if head is None and not (len(top) and held[-1] >= wanted):
+        top = above(law, mass * 0)
+        held = top.cumsum(dtype=np.float64)
     # Past the end only where ties with the last hold the rest, or where rounding leaves even the whole below.
-    return top[min(int(mass.searchsorted(wanted)), len(top) - 1)]
+    return top[min(int(held.searchsorted(wanted)), len(top) - 1)]
 
 
-# On a CPU the passes over a vocabulary are numpy's, which are vectorised: of a law of 49,152 that is not in
-# the processor's cache, torch divides in 55 microseconds and numpy in 15, and finds the 1,024 largest in 415
-# and 70.
+def above(law: np.ndarray, floor: np.floating) -> np.ndarray:
+    """Those of `law` above `floor`, largest first."""
+    return np.sort(law[law > floor])[::-1]
 
 
-def scaled(row: Tensor, divisor: float) -> Tensor:
-    """`row` divided by `divisor`, in place."""
-    if row.device.type != "cpu":
-        return row.div_(divisor)
-    values = row.numpy()
-    np.multiply(values, values.dtype.type(1 / divisor), out=values)
-    return row
-
-
-def total(row: Tensor) -> float:
-    return float(row.sum() if row.device.type != "cpu" else row.numpy().sum())
-
-
-def keep_from_(row: Tensor, floor: np.floating) -> None:
+def keep_from_(law: np.ndarray, floor: np.floating) -> None:
     """Sets to 0, in place, what is below `floor`."""
-    if row.device.type != "cpu":
-        F.threshold(row, float(np.nextafter(floor, floor.dtype.type(-1))), 0.0, inplace=True)
-        return
-    values = row.numpy()
-    np.multiply(values, values >= floor, out=values)
-
-
-def descending(row: Tensor, count: int) -> np.ndarray:
-    """The `count` largest of `row` [V], largest first."""
-    if row.device.type != "cpu":
-        return row.topk(count).values.cpu().numpy()
-    values = row.numpy()
-    if count < len(values):
-        values = np.partition(values, len(values) - count)[-count:]
-    return np.sort(values)[::-1]
-
-
-def above(row: Tensor, floor: float) -> np.ndarray:
-    """Those of `row` [V] above `floor`, largest first."""
-    if row.device.type != "cpu":
-        return row[row > floor].sort(descending=True).values.cpu().numpy()
-    values = row.numpy()
-    return np.sort(values[values > floor])[::-1]
+    np.multiply(law, law >= floor, out=law)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,16 +58,18 @@ class Turn:
 class Draws:
     """Children of one node that were drawn from one law, in the order of drawing."""
 
-    law: Tensor  # [V], or [Vd] over `ids`: the very law that was drawn from, since acceptance divides by it
+    law: np.ndarray  # [V], or [Vd] over `ids`: the very law drawn from, since acceptance divides by it
     children: tuple[int, ...]  # nodes; with replacement a node stands here as often as it was drawn
-    ids: Tensor | None = None  # long [Vd], the target id of each entry; None: the entries are the target's
+    ids: np.ndarray | None = None  # [Vd], the target id of each entry; None: the entries are the target's
     replacement: bool = False
 
-    def over(self, vocab: int) -> Tensor:
+    def over(self, vocab: int) -> np.ndarray:
         """The law [V] over the target's vocabulary; zero where the draft has no id."""
         if self.ids is None or len(self.law) == vocab:
             return self.law
-        return self.law.new_zeros(vocab).index_copy_(0, self.ids, self.law)
+        whole = np.zeros(vocab, dtype=self.law.dtype)
+        whole[self.ids] = self.law
+        return whole
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class ForcedDrafter:
         tokens, parent = list(tree.tokens), list(tree.parent)
         for _, leaf in zip(range(self.max_leaves), leaves(tree), strict=False):
             node = leaf
-            for token in self.run(turn, tree.paths[leaf], turn.budget - tree.depth[leaf]):
+            for token in self.run(turn, tree.path(leaf), turn.budget - tree.depth[leaf]):
                 tokens.append(token)
                 parent.append(node)
                 node = len(tokens) - 1

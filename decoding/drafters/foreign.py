@@ -33,7 +33,7 @@ from decoding.drafters.small import ModelReader
 from decoding.growth import Growth, Vocabulary
 from decoding.reader import Level, NetworkDrafter, News, Reading
 from decoding.tree import TokenTree
-from decoding.warp import largest
+from decoding.warp import choices
 from models.target import Target
 
 REOPENED = 8  # tokens at the end of a text that may be cut differently once more text follows
@@ -259,7 +259,7 @@ class TextDrafter(EachAlone):
         fed = ids[kept:]
         while True:
             writing.rows = [*ids, *written]
-            best = int(largest(self.read(writing, fed)[: self.known]))
+            best = choices(self.read(writing, fed)[None, : self.known])(0)
             if best in self.draft.eos_ids:
                 return written, True
             written.append(best)

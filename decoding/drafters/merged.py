@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from configs.errors import ConfigError
@@ -108,8 +109,8 @@ class Share:
     def accept(self, probability: float, key: Key) -> bool:
         return self.randomness.accept(probability, self.own(key))
 
-    def draw(self, probs: Tensor, key: Key) -> int:
-        return self.randomness.draw(probs, self.own(key))
+    def draw(self, law: np.ndarray, key: Key) -> int:
+        return self.randomness.draw(law, self.own(key))
 
 
 class Merging:

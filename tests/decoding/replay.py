@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from decoding.decoder import Decoder, Request
@@ -39,8 +40,8 @@ class Replay:
     def accept(self, probability: float, key: Key) -> bool:
         return self.choose(key, [0.0, min(probability, 1.0), 1.0]) == 0
 
-    def draw(self, probs: Tensor, key: Key) -> int:
-        edges = [0.0, *probs.double().cumsum(0).tolist()]
+    def draw(self, law: np.ndarray, key: Key) -> int:
+        edges = [0.0, *law.cumsum(dtype=np.float64).tolist()]
         return self.choose(key, [edge / edges[-1] for edge in edges])
 
     def choose(self, key: Key, edges: list[float]) -> int:
@@ -99,8 +100,8 @@ class Lane:
     def accept(self, probability: float, key: Key) -> bool:
         return self.replay.accept(probability, self.own(key))
 
-    def draw(self, probs: Tensor, key: Key) -> int:
-        return self.replay.draw(probs, self.own(key))
+    def draw(self, law: np.ndarray, key: Key) -> int:
+        return self.replay.draw(law, self.own(key))
 
     def own(self, key: Key) -> Key:
         return key._replace(position=1000 * self.index + key.position)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +116,7 @@ class TableDrafter(EachAlone):
     def begin(self) -> list[int]:
         return []
 
-    def law(self, prefix: Sequence[int], law: Law, path: Sequence[int]) -> Tensor:
+    def law(self, prefix: Sequence[int], law: Law, path: Sequence[int]) -> np.ndarray:
         logits = self.table(prefix).index_fill(0, torch.tensor(self.outside, dtype=torch.long), -torch.inf)
         return law(logits, path)
 
@@ -147,7 +148,7 @@ class TableDrafter(EachAlone):
                 draws[names[node]] = [Draws(law, tuple(made))]
         return Proposal(TokenTree(tokens, parent), draws, chain=shape.is_chain)
 
-    def pick(self, law: Tensor, key: Key, randomness: Randomness) -> int:
+    def pick(self, law: np.ndarray, key: Key, randomness: Randomness) -> int:
         return randomness.draw(law, key) if self.mode is Mode.sampled else int(law.argmax())
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 import decoding.verify
 from configs.schema import DecodeConfig, Verification
@@ -39,15 +39,15 @@ def distance(params: Params, drafter: TableDrafter, target: TableTarget, key_onc
     return total_variation(law, plain_law(target.table, [1, 0], params, target.eos_ids))
 
 
-def drawn_chain(tokens: list[int], q: list[Tensor]) -> Proposal:
+def drawn_chain(tokens: list[int], q: list[np.ndarray]) -> Proposal:
     draws = {node: [Draws(law, (node + 1,))] for node, law in enumerate(q)}
     return Proposal(TokenTree.chain(9, tokens), draws, chain=True)
 
 
 # The paper's example (§2): two tokens, laws that do not depend on what came before.
 
-P = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
-Q = torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)
+P = np.array([1 / 3, 2 / 3])
+Q = np.array([2 / 3, 1 / 3])
 
 
 class Noted:
@@ -62,8 +62,8 @@ class Noted:
         self.coins.append((probability, key))
         return False
 
-    def draw(self, probs: Tensor, key: Key) -> int:
-        self.drawn_from, self.emit = probs.tolist(), key
+    def draw(self, law: np.ndarray, key: Key) -> int:
+        self.drawn_from, self.emit = law.tolist(), key
         return 0
 
 
@@ -82,7 +82,7 @@ def test_coins_of_a_block() -> None:
 
 
 def test_stay_chance_and_rest() -> None:
-    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.2, 0.7])
     # w = .8: .8 p - q = .3 .04 -.54, so m = .34 and h = .34 / (.34 + .2).
     assert stay_chance(p, q, 0.8) == pytest.approx(0.34 / 0.54)
     assert rest_of_block(p, q, 0.8).tolist() == pytest.approx([0.3 / 0.34, 0.04 / 0.34, 0])
@@ -91,7 +91,9 @@ def test_stay_chance_and_rest() -> None:
     assert rest_of_block(p, p, 1.0).tolist() == pytest.approx(p.tolist())
 
 
-def accepted_on_average(rule: Rule, laws: dict[tuple[int, ...], tuple[Tensor, Tensor]], depth: int) -> float:
+def accepted_on_average(
+    rule: Rule, laws: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]], depth: int
+) -> float:
     """E[accepted] over the draft's draws and the rule's coins, exactly. laws: (p, q) after each path."""
 
     def play(replay: Replay) -> int:
@@ -123,8 +125,8 @@ def test_papers_example_accepts_eleven_ninths_instead_of_ten() -> None:
 def test_never_accepts_less(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
 
-    def law() -> Tensor:
-        return torch.softmax(2 * torch.randn(3, generator=generator, dtype=torch.float64), -1)
+    def law() -> np.ndarray:
+        return torch.softmax(2 * torch.randn(3, generator=generator, dtype=torch.float64), -1).numpy()
 
     laws = {path: (law(), law()) for path in paths(3, 3)}
     token, block = (accepted_on_average(rule, laws, 3) for rule in (verify, verify_block))
@@ -147,9 +149,9 @@ def test_trees_and_chosen_chains_go_to_the_walk() -> None:
 
 
 def test_no_law_is_asked_for_behind_a_forbidden_token() -> None:
-    def law(node: int) -> Tensor:
+    def law(node: int) -> np.ndarray:
         assert node < 2, "a grammar has no law there"
-        return torch.tensor([1.0, 0.0]) if node == 1 else P
+        return np.array([1.0, 0.0]) if node == 1 else P
 
     chance = Noted()
     verify_block(drawn_chain([1, 1, 0], [Q, Q, Q]), law, chance, 0)  # the second token is forbidden

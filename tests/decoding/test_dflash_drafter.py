@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,7 @@ def test_drawn_children_name_the_law_of_their_depth(target: Target, draft: DFlas
     drafter = build(draft, ChainGrowth(Mode.sampled), NO_EOS)
     proposal = drafter.propose([turn(target, draft, drafter.begin(), 0, 3)])[0]
     for node, law in enumerate(straight(target, draft, 3).softmax(-1)):
-        torch.testing.assert_close(proposal.draws[node][0].over(64)[IDS], law, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(proposal.draws[node][0].over(64)[IDS], law, rtol=1e-4, atol=1e-5)
 
 
 def test_turns_of_one_batch_draft_within_their_own_budgets(target: Target, draft: DFlash) -> None:

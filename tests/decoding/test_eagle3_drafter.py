@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,11 +29,11 @@ class Drawn(Seeded):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.drawn: list[tuple[Key, Tensor, int]] = []
+        self.drawn: list[tuple[Key, np.ndarray, int]] = []
 
-    def draw(self, probs: Tensor, key: Key) -> int:
-        index = super().draw(probs, key)
-        self.drawn.append((key, probs, index))
+    def draw(self, law: np.ndarray, key: Key) -> int:
+        index = super().draw(law, key)
+        self.drawn.append((key, law, index))
         return index
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -147,16 +148,16 @@ def real_distance(mode: Mode, settings: Params, vocabulary: list[int]) -> float:
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
-def untempered(law: Tensor) -> Tensor:
+def untempered(law: np.ndarray) -> np.ndarray:
     """The law at temperature 1 of a law at temperature 0.7: exp(l / 0.7) ** 0.7 = exp(l)."""
     powered = law**0.7
     return powered / powered.sum()
 
 
-def with_law(change: Callable[[Proposal, int, Tensor], Tensor]) -> Mutation:
+def with_law(change: Callable[[Proposal, int, np.ndarray], np.ndarray]) -> Mutation:
     """Changes the target's law as verification sees it; the prefill's draw is left alone."""
 
-    def mutated(proposal: Proposal, law: Callable[[int], Tensor], randomness: Any, position: int) -> Any:
+    def mutated(proposal: Proposal, law: Callable[[int], np.ndarray], randomness: Any, position: int) -> Any:
         changed = law if len(proposal.tree) == 1 else lambda node: change(proposal, node, law(node))
         return verify(proposal, changed, randomness, position)
 
@@ -174,17 +175,17 @@ def with_proposal(change: Callable[[TableDrafter, Turn, Proposal], Proposal]) ->
 
 
 def with_row_early(patch: pytest.MonkeyPatch) -> None:
-    def mutated(proposal: Proposal, law: Callable[[int], Tensor], randomness: Any, position: int) -> Any:
+    def mutated(proposal: Proposal, law: Callable[[int], np.ndarray], randomness: Any, position: int) -> Any:
         return verify(proposal, lambda node: law(max(node - 1, 0)), randomness, position)
 
     patch.setattr(decoding.decoder, "verify", mutated)
 
 
-def untempered_bonus(proposal: Proposal, node: int, law: Tensor) -> Tensor:
+def untempered_bonus(proposal: Proposal, node: int, law: np.ndarray) -> np.ndarray:
     return law if proposal.tree.children(node) else untempered(law)
 
 
-def untempered_target_when_accepting(proposal: Proposal, node: int, law: Tensor) -> Tensor:
+def untempered_target_when_accepting(proposal: Proposal, node: int, law: np.ndarray) -> np.ndarray:
     return untempered(law) if proposal.tree.children(node) else law
 
 

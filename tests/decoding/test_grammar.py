@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders
@@ -300,7 +301,7 @@ class Blind(TableDrafter):
     def __init__(self, mode: Mode) -> None:
         super().__init__(VOCAB, mode, ids=[6, 8, EOS])
 
-    def law(self, prefix: Sequence[int], law: Law, path: Sequence[int]) -> Tensor:
+    def law(self, prefix: Sequence[int], law: Law, path: Sequence[int]) -> np.ndarray:
         return law.warp(self.table(prefix).index_fill(0, torch.tensor(self.outside), -torch.inf))
 
 

@@ -482,7 +482,7 @@ def draws_deduplicated(patch: pytest.MonkeyPatch) -> None:
     """Equal draws are tried once: wrong, since the draft's law was drawn from twice."""
     draw = GrowingStatic.with_replacement
 
-    def mutated(self: GrowingStatic, node: int, law: Tensor, wanted: Sequence[int]) -> tuple[int, ...]:
+    def mutated(self: GrowingStatic, node: int, law: np.ndarray, wanted: Sequence[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(draw(self, node, law, wanted)))
 
     patch.setattr(GrowingStatic, "with_replacement", mutated)
@@ -492,7 +492,7 @@ def draws_by_likelihood(patch: pytest.MonkeyPatch) -> None:
     """Drawn children are tried from the likeliest on, instead of in the order of drawing."""
     draw = GrowingStatic.without_replacement
 
-    def mutated(self: GrowingStatic, node: int, law: Tensor, wanted: Sequence[int]) -> tuple[int, ...]:
+    def mutated(self: GrowingStatic, node: int, law: np.ndarray, wanted: Sequence[int]) -> tuple[int, ...]:
         children = draw(self, node, law, wanted)
         return tuple(sorted(children, key=lambda child: -float(law[self.tokens[child]])))
 
@@ -503,7 +503,7 @@ def likelier_of_two_kept(patch: pytest.MonkeyPatch) -> None:
     """The likelier of two draws is tried as if it had been the only one."""
     draw = GrowingStatic.without_replacement
 
-    def mutated(self: GrowingStatic, node: int, law: Tensor, wanted: Sequence[int]) -> tuple[int, ...]:
+    def mutated(self: GrowingStatic, node: int, law: np.ndarray, wanted: Sequence[int]) -> tuple[int, ...]:
         children = draw(self, node, law, wanted)
         return (max(children, key=lambda child: float(law[self.tokens[child]])),)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from tests.conftest import tiny_draft, tiny_target
 from tests.decoding.replay import Replay, decoded_law, law_of, plain_law, total_variation
 from tests.decoding.tables import CHAIN, Table, TableDrafter, TableTarget
 
-Q, R = torch.full((10,), 0.1), torch.full((10,), 0.1)  # equal, but told apart as objects
+Q, R = np.full(10, 0.1), np.full(10, 0.1)  # equal, but told apart as objects
 
 
 def merge(*proposals: Proposal, max_nodes: int | None = None) -> tuple[Proposal, Merging]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 
 from configs.errors import TargetError
 from decoding.randomness import Key, Purpose, Seeded
@@ -49,12 +49,12 @@ def test_acceptance_is_strict() -> None:
 )
 def test_draw_inverts_the_cumulative_law(number: float, expected: int) -> None:
     # Cumulative law 0, .25, .25, 1, 1: the numbers below .25 are token 1's, the others token 3's.
-    assert Fixed(number).draw(torch.tensor([0, 0.25, 0, 0.75, 0]), KEY) == expected
+    assert Fixed(number).draw(np.array([0, 0.25, 0, 0.75, 0]), KEY) == expected
 
 
 @pytest.mark.parametrize("total", [1.0, 0.3, 1.0000001, 3.0])
 def test_last_number_draws_the_last_token_with_mass(total: float) -> None:
-    law = torch.full((1000,), total / 1000)
+    law = np.full(1000, total / 1000, dtype=np.float32)
     law[-5:] = 0
     assert Fixed(1 - 2**-53).draw(law, KEY) == 994
 
@@ -62,4 +62,4 @@ def test_last_number_draws_the_last_token_with_mass(total: float) -> None:
 def test_laws_without_mass_are_refused() -> None:
     for law in ([0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]):
         with pytest.raises(TargetError, match="not finite"):
-            Seeded(0).draw(torch.tensor(law), KEY)
+            Seeded(0).draw(np.array(law), KEY)

@@ -19,7 +19,7 @@ def test_depth_and_children() -> None:
 
 
 def test_ancestor_mask() -> None:
-    assert TREE.ancestor_mask().int().tolist() == [
+    assert TREE.ancestor_mask().astype(int).tolist() == [
         [1, 0, 0, 0],
         [1, 1, 0, 0],
         [1, 0, 1, 0],
@@ -30,7 +30,7 @@ def test_ancestor_mask() -> None:
 def test_chain_is_a_tree_and_its_mask_is_causal() -> None:
     chain = TokenTree.chain(7, [8, 9])
     assert chain == TokenTree([7, 8, 9], [-1, 0, 1])
-    assert chain.ancestor_mask().int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert chain.ancestor_mask().astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert TokenTree.chain(7) == TokenTree([7], [-1])
 
 

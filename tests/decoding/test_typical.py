@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 from math import exp, log
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from configs.schema import DecodeConfig, Verification
 from configs.schema import Proposal as Mode
@@ -21,15 +21,15 @@ from tests.decoding.tables import TableDrafter, TableTarget
 
 
 def judged(tree: TokenTree, laws: list[list[float]]) -> Verdict:
-    return accept_typical(Proposal(tree), lambda node: torch.tensor(laws[node]), Seeded(0), position=0)
+    return accept_typical(Proposal(tree), lambda node: np.array(laws[node]), Seeded(0), position=0)
 
 
 def test_bar() -> None:
     # Certain: H = 0, so the bar is min(.09, .3). Even over 4: H = log 4, so it is .3 / 4 = .075.
-    assert typical_bar(torch.tensor([1.0, 0.0])) == pytest.approx(0.09)
-    assert typical_bar(torch.tensor([0.25] * 4)) == pytest.approx(0.075)
+    assert typical_bar(np.array([1.0, 0.0])) == pytest.approx(0.09)
+    assert typical_bar(np.array([0.25] * 4)) == pytest.approx(0.075)
     # Half, quarter, quarter: H = 1.5 log 2, .3 / 2 ** 1.5 = .106, so .09 holds.
-    assert typical_bar(torch.tensor([0.5, 0.25, 0.25])) == pytest.approx(0.09)
+    assert typical_bar(np.array([0.5, 0.25, 0.25])) == pytest.approx(0.09)
     assert 0.3 * exp(-1.5 * log(2)) > 0.09
 
 
@@ -44,7 +44,7 @@ def test_chain_is_cut_at_the_first_untypical_token() -> None:
 
 def test_token_at_the_bar_is_refused() -> None:
     # With ε = .09 a token of exactly .09 is not above it.
-    law = torch.tensor([0.91, 0.09], dtype=torch.float64)
+    law = np.array([0.91, 0.09])
     tree = Proposal(TokenTree.chain(9, [1]))
     assert accept_typical(tree, lambda node: law, Seeded(0), 0).path == (0,)
 
@@ -60,9 +60,9 @@ def test_longest_accepted_path_stands_then_the_likeliest() -> None:
 
 
 def test_laws_are_asked_for_after_accepted_nodes_only() -> None:
-    def law(node: int) -> Tensor:
+    def law(node: int) -> np.ndarray:
         assert node in (0, 1)
-        return torch.tensor(SURE)
+        return np.array(SURE)
 
     tree = TokenTree([9, 0, 2, 2, 1], [-1, 0, 0, 1, 2])
     assert accept_typical(Proposal(tree), law, Seeded(0), 0) == Verdict((0, 1), 0)

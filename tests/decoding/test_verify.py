@@ -5,9 +5,8 @@ The chance is a list of answers to `accept`; what was asked and what was drawn f
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from decoding.drafters import Draws, Proposal
 from decoding.randomness import Key, Purpose, Seeded
@@ -27,22 +26,22 @@ class Scripted:
         self.keys.append(key)
         return self.answers.pop(0)
 
-    def draw(self, probs: Tensor, key: Key) -> int:
-        self.drawn_from = probs.tolist()
+    def draw(self, law: np.ndarray, key: Key) -> int:
+        self.drawn_from = law.tolist()
         self.keys.append(key)
-        return int(probs.argmax())
+        return int(law.argmax())
 
 
-P = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
-Q = torch.tensor([0.4, 0.1, 0.3, 0.2], dtype=torch.float64)
+P = np.array([0.1, 0.2, 0.3, 0.4])
+Q = np.array([0.4, 0.1, 0.3, 0.2])
 
 # 0 - 1 (token 3) - 3 (token 2)
 #   \ 2 (token 1)
 TREE = TokenTree([0, 3, 1, 2], [-1, 0, 0, 1])
 
 
-def laws(node: int) -> Tensor:
-    return [P, P.flip(0), P, P.roll(1)][node]
+def laws(node: int) -> np.ndarray:
+    return [P, P[::-1], P, np.roll(P, 1)][node]
 
 
 def test_all_accepted_ends_with_a_bonus_from_the_leafs_law() -> None:
@@ -99,7 +98,7 @@ def test_nodes_without_a_law_are_deterministic() -> None:
 def test_law_is_asked_for_at_walked_nodes_only() -> None:
     walked: list[int] = []
 
-    def law(node: int) -> Tensor:
+    def law(node: int) -> np.ndarray:
         walked.append(node)
         return P
 
@@ -112,21 +111,21 @@ def test_forbidden_token_is_refused_even_by_the_smallest_number() -> None:
         def accept(self, probability: float, key: Key) -> bool:
             return probability > 0.0
 
-    law = torch.tensor([0.5, 0.5, 0.0])
-    for q in (None, torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.0])):
+    law = np.array([0.5, 0.5, 0.0])
+    for q in (None, np.array([0.0, 0.0, 1.0]), np.array([0.5, 0.5, 0.0])):
         draws = {} if q is None else {0: [Draws(q, (1,))]}
         verdict = verify(Proposal(TokenTree.chain(0, [2]), draws), lambda node: law, Zero(), position=0)
         assert verdict.path == (0,)
 
 
 def test_residual_without_mass_falls_back_to_p() -> None:
-    assert torch.equal(residual(P, P, 1), P)
-    certain = torch.tensor([0.0, 1.0])
-    assert torch.equal(residual(certain, None, 1), certain)
+    assert residual(P, P, 1) is P
+    certain = np.array([0.0, 1.0])
+    assert residual(certain, None, 1) is certain
 
 
 def test_exhausted_draft_law_stays_finite() -> None:
-    assert without(torch.tensor([0.0, 1.0]), 1).tolist() == [0, 0]
+    assert without(np.array([0.0, 1.0]), 1).tolist() == [0, 0]
 
 
 def test_drawn_with_replacement_is_tried_as_often_as_drawn() -> None:
@@ -146,7 +145,7 @@ def test_groups_are_tried_one_after_the_other_each_with_its_law() -> None:
     # Node 3, in no group, comes last whatever its number.
     tree = TokenTree([9, 3, 0, 1], [-1, 0, 0, 0])
     chance = Scripted(False, False, False)
-    groups = [Draws(Q, (2,)), Draws(torch.full((4,), 0.25, dtype=torch.float64), (3,))]
+    groups = [Draws(Q, (2,)), Draws(np.full(4, 0.25), (3,))]
     verify(Proposal(tree, {0: groups}), lambda node: P, chance, position=0)
     # After the second refusal: max(p - .25, 0) is 0 .0833 0 .4167, so token 3 has 5/6.
     assert chance.asked == pytest.approx([0.25, 4 / 3, 5 / 6])
@@ -154,7 +153,7 @@ def test_groups_are_tried_one_after_the_other_each_with_its_law() -> None:
 
 
 def test_a_drafts_own_vocabulary_is_spread_over_the_targets() -> None:
-    draws = Draws(torch.tensor([0.25, 0.75]), (1,), torch.tensor([0, 3]))
+    draws = Draws(np.array([0.25, 0.75]), (1,), np.array([0, 3]))
     assert draws.over(4).tolist() == [0.25, 0, 0, 0.75]
 
 
@@ -165,7 +164,7 @@ def test_following_certain_laws_is_verifying_them() -> None:
             tree = TokenTree([0, *(bits >> i & 1 for i in range(3))], parent)
             choices = [bits >> i & 1 for i in range(3, 7)]
 
-            def law(node: int, choices: list[int] = choices) -> Tensor:
-                return torch.eye(2)[choices[node]]
+            def law(node: int, choices: list[int] = choices) -> np.ndarray:
+                return np.eye(2)[choices[node]]
 
             assert follow(tree, choices.__getitem__) == verify(Proposal(tree), law, Seeded(0), position=0)

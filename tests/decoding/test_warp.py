@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import log
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from configs.errors import ConfigError
-from decoding.warp import NUCLEUS, Warp, largest
+from decoding.warp import NUCLEUS, Warp, choices, on_host
 
 LOGITS = torch.tensor([log(4), log(2), log(1), log(3)])  # probabilities .4 .2 .1 .3
 
@@ -26,14 +27,13 @@ def test_temperature() -> None:
 
 def test_temperature_zero_is_the_largest_and_the_lowest_id_on_ties() -> None:
     assert Warp(0)(torch.tensor([1.0, 3.0, 3.0])).tolist() == [0, 1, 0]
-    assert Warp(0)(torch.tensor([[1.0, 3.0], [2.0, 0.0]]).bfloat16()).tolist() == [[0, 1], [1, 0]]
+    assert Warp(0).laws(torch.tensor([[1.0, 3.0], [2.0, 0.0]]).bfloat16()).tolist() == [[0, 1], [1, 0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_largest_of_any_sign(dtype: torch.dtype) -> None:
     rows = [[-2.0, -1.0, -3.0, -1.0], [0.0, -1.0, 0.0, 0.0], [-5.0, 2.0, 7.0, 7.0], [-0.0, 0.0, -1.0, -2.0]]
-    assert largest(torch.tensor(rows, dtype=dtype)).tolist() == [1, 0, 2, 0]
-    assert [int(largest(torch.tensor(row, dtype=dtype))) for row in rows] == [1, 0, 2, 0]
+    assert [*map(choices(torch.tensor(rows, dtype=dtype)), range(4))] == [1, 0, 2, 0]
 
 
 def test_top_k_keeps_ties() -> None:
@@ -73,24 +73,25 @@ def hugging_face(logits: Tensor, temperature: float, top_k: int, top_p: float) -
 def test_law_is_hugging_faces(spread: float, top_k: int) -> None:
     vocab = round(2 / NUCLEUS)
     logits = spread * torch.randn(3, vocab, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ours = Warp(0.7, top_k, 0.9)(logits)
+    ours = Warp(0.7, top_k, 0.9).laws(logits)
     theirs = hugging_face(logits, 0.7, top_k or vocab, 0.9)
     assert (ours - theirs).abs().max() < 1e-15
     assert ((ours > 0) == (theirs > 0)).all()
 
 
-def test_rows_of_a_batch_are_warped_alone() -> None:
+@pytest.mark.parametrize("warp", [Warp(0.7, 1500, 0.9), Warp(0.7), Warp(), Warp(0)])
+def test_laws_of_a_batch_are_those_of_its_rows(warp: Warp) -> None:
     logits = torch.randn(2, 3, 20_000, generator=torch.Generator().manual_seed(0))
     logits[0] *= 9  # peaked rows beside flat ones
-    warp = Warp(0.7, 1500, 0.9)
-    alone = torch.stack([torch.stack([warp(row) for row in rows]) for rows in logits])
-    assert torch.equal(warp(logits), alone)
+    alone = np.array([[warp(row) for row in rows] for rows in logits])
+    torch.testing.assert_close(warp.laws(logits), torch.from_numpy(alone), rtol=1e-5, atol=1e-30)
 
 
 def test_dtypes() -> None:
-    assert Warp(0.7)(LOGITS.bfloat16()).dtype == torch.float32
-    assert Warp(0.7)(LOGITS.double()).dtype == torch.float64
-    assert Warp(0)(LOGITS.bfloat16()).dtype == torch.float32
+    assert Warp(0.7)(LOGITS.bfloat16()).dtype == np.float32
+    assert Warp(0.7)(LOGITS.double()).dtype == np.float64
+    assert Warp(0)(LOGITS.bfloat16()).dtype == np.float32
+    assert Warp(0.7).laws(LOGITS.bfloat16()).dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -99,3 +100,9 @@ def test_dtypes() -> None:
 def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Warp(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_numbers_of_sixteen_bits_are_read_as_they_are() -> None:
+    values = torch.tensor([0.0, -0.0, 1.5, -3e38, 3e-39, torch.inf, -torch.inf])
+    assert on_host(values.bfloat16()).tolist() == values.bfloat16().float().tolist()
+    assert on_host(values[:3].half()).tolist() == [0.0, 0.0, 1.5]

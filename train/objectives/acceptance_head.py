@@ -136,7 +136,7 @@ class AcceptanceHeadObjective(Objective):
         rows, tokens = judged(path, "teacher").split(size), judged(path, "tokens")[:, None].split(size)
         # In the target's own dtype, whatever the autocast, as the target decides when it decodes.
         with torch.autocast(batch.hidden.device.type, enabled=False):
-            laws = (self.warp(self.target.lm_head(batch.hidden[some])) for some in rows)
+            laws = (self.warp.laws(self.target.lm_head(batch.hidden[some])) for some in rows)
             p = torch.cat([law.gather(1, some) for law, some in zip(laws, tokens, strict=True)])
         return (p.squeeze(1) / judged(path, "chance")).clamp(max=1)
 
@@ -221,7 +221,7 @@ def drawn(draft: Any, states: Tensor, numbers: Tensor, warp: Warp, chunk: int) -
     probabilities."""
     ids, chances = [], []
     for state, number in zip(states.flatten(0, 1).split(chunk), numbers.flatten().split(chunk), strict=True):
-        law = warp(draft.logits(state))
+        law = warp.laws(draft.logits(state))
         cumulative = law.cumsum(-1, dtype=torch.float64)
         index = torch.searchsorted(cumulative, number[:, None] * cumulative[:, -1:], right=True)
         ids.append(draft.draft_ids[index.squeeze(1)])

@@ -163,15 +163,16 @@ def rewrite(
     states = [reader.begin() for _ in rows]
     told = [0] * len(rows)
     live = list(range(len(rows)))
+    law = Law(warp)
     while live:
         turns = []
         for n in live:
             seen = Seen(told[n], texts[n][told[n] : -1], texts[n][-1], torch.zeros(0, 0))
-            turns.append(Turn(states[n], seen, 1, Law(warp), randomness[n]))
+            turns.append(Turn(states[n], seen, 1, law, randomness[n]))
         for n, logits in zip(live, reader.read(turns), strict=True):
             told[n] = len(texts[n]) - 1
             key = Key(len(texts[n]), Purpose.emit)
-            texts[n].append(ids[randomness[n].draw(warp(logits), key)])
+            texts[n].append(ids[randomness[n].draw(law(logits, ()), key)])
         live = [n for n in live if texts[n][-1] not in eos_ids and len(texts[n]) < ends[n]]
     return [
         TokenRow(row.id, row.category, text, [0] * len(prompt) + [1] * (len(text) - len(prompt)))
