@@ -60,7 +60,10 @@ def explain(error: BaseException) -> str:
     if isinstance(error, MissingConfigException):
         return _no_such_option(error)
     if isinstance(error, OverrideParseException):
-        return f"The command line could not be read: {text}"
+        return (
+            f"'{error.override}' on the command line is no override: write key=value, as in "
+            f"trainer.epochs=3, or +experiment=NAME. ({error.message.splitlines()[0].strip()})"
+        )
     if "use +experiment=" in text:
         return "An experiment is added, not overridden: write +experiment=NAME, with the plus sign."
     refused = next(

@@ -165,10 +165,16 @@ def _eval(config: Config) -> Iterator[str]:
     yield from _at_least(
         1, measure, "eval.", "max_prompts", "repeats", "bootstrap", "tree_prompts", "tree_depth"
     )
+    yield from _at_least(1, measure, "eval.", "lossless_prompts", "lossless_replies")
     yield from _at_least(2, measure, "eval.", "tree_nodes")
     yield from _at_least(0, measure, "eval.", "warmup_prompts")
     yield from _within("(0, inf)", measure, "eval.", "max_load")
-    yield from _within("(0, 1)", measure, "eval.", "confidence")
+    yield from _within("(0, 1)", measure, "eval.", "confidence", "lossless_alpha")
+    if not measure.lossless_temperature > 0:
+        yield (
+            f"eval.lossless_temperature={measure.lossless_temperature}: nothing is drawn at 0. Use 1.0, or "
+            "what is served."
+        )
     if measure.temperatures == []:
         yield "eval.temperatures is empty, so nothing would be measured: use eval.temperatures=[0.0]."
     for temperature in measure.temperatures or []:

@@ -9,6 +9,7 @@ A method's own fields live with the method, in `models/<method>.py: NetworkConfi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -221,6 +222,10 @@ class EvalConfig:
     tree_prompts: int = 32  # eval.tree: training prompts on which acceptance by depth and rank is measured
     tree_nodes: int = 64  # eval.tree: the largest tree considered, its root included
     tree_depth: int = 6  # eval.tree: the deepest
+    lossless_prompts: int = 32  # eval.lossless: decoded greedily, and drawn from
+    lossless_replies: int = 4  # eval.lossless: drawn for each prompt, of decode.max_new_tokens at most
+    lossless_temperature: float = 1.0  # eval.lossless: what they are drawn at, where decode.temperature is 0
+    lossless_alpha: float = 1e-3  # eval.lossless: chance of an alarm for a draft that is lossless
 
 
 @dataclass
@@ -271,6 +276,9 @@ def typed(cls: type[T], values: dict[str, Any], where: str) -> T:
         place = f"{where}.{error.full_key}" if error.full_key else where
         raise ConfigError(f"{place}: {str(error).splitlines()[0].rstrip('.')}.") from None
     assert isinstance(made, cls)
+    for name, value in vars(made).items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"{where}.{name}=nan is no number.")
     return made
 
 

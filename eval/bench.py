@@ -83,6 +83,8 @@ class Bench:
         ]
         if todo:
             self.warm_up(chosen)
+        if not console.is_terminal:  # where no bar shows how much there is to wait for
+            console.print(f"{len(todo)} pairs of runs to measure.")
         with partial, bar(console) as progress:
             task = progress.add_task("measuring", total=len(plan), completed=len(plan) - len(todo))
             for first, (repeat, temperature, prompt) in todo:

@@ -75,6 +75,11 @@ class Training:
             seed=config.seed,
             max_steps=self.trainer.max_steps,
         )
+        if self.trainer.max_steps is not None and self.trainer.max_steps > self.plan.steps:
+            console.print(
+                f"trainer.max_steps={self.trainer.max_steps}, and trainer.epochs={self.trainer.epochs} have "
+                f"only {self.plan.steps} steps: training ends there."
+            )
         self.accelerator = accelerator(self.trainer, target)
         made = optimizers(objective, self.trainer)
         if self.trainer.optimizer is Optimizer.muon:

@@ -104,6 +104,11 @@ def test_what_is_missing_is_named_with_the_way_to_set_it() -> None:
     assert "+experiment=" in message
 
 
+def test_a_bare_word_is_explained() -> None:
+    message = refusal("smollm2_cpu")
+    assert "'smollm2_cpu' on the command line is no override: write key=value" in message
+
+
 def test_an_experiment_without_its_plus_is_explained() -> None:
     assert "+experiment=NAME" in refusal("experiment=smollm2_cpu")
 
@@ -126,6 +131,7 @@ def test_a_key_misspelt_in_a_file_is_refused_with_the_file(tmp_path: Path) -> No
 class Parts:
     layers: int = 1
     taps: list[int] | None = None
+    decay: float = 0.8
 
 
 def test_typed_returns_the_dataclass() -> None:
@@ -138,10 +144,11 @@ def test_typed_returns_the_dataclass() -> None:
     [
         (
             {"layer": 2},
-            "method.network: unknown key 'layer'. Did you mean 'layers'? Known keys: layers, taps.",
+            "method.network: unknown key 'layer'. Did you mean 'layers'? Known keys: decay, layers, taps.",
         ),
         ({"layers": "two"}, "method.network.layers: Value 'two'"),
         ({"taps": ["low"]}, "method.network.taps[0]: Value 'low'"),
+        ({"decay": "nan"}, "method.network.decay=nan is no number."),
     ],
 )
 def test_typed_refuses_unknown_keys_and_wrong_types(values: dict[str, object], words: str) -> None:

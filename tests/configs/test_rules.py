@@ -27,6 +27,8 @@ def changed(config: Config, overrides: list[str]) -> Config:
     ("overrides", "words"),
     [
         (["seed=-1"], "seed=-1"),
+        (["eval.lossless_temperature=0"], "nothing is drawn at 0"),
+        (["eval.lossless_alpha=0"], "must be in (0, 1)"),
         (["threads=0"], "threads=0: must be at least 1"),
         (["method.name=../x"], "method.name='../x'"),
         (["target.device=cpu", "target.dtype=float16"], "use bfloat16"),
