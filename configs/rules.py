@@ -15,7 +15,7 @@ from configs.schema import Config, Dtype, Optimizer, Replies, Schedule, Tree, Ve
 
 def check(config: Config) -> None:
     """Refuses, with a `ConfigError` that lists every problem, a configuration that cannot work."""
-    rules = (_run, _data, _regenerate, _trainer, _decode, _eval)
+    rules = (_run, _data, _regenerate, _trainer, _decode, _eval, _predict)
     if problems := [problem for rule in rules for problem in rule(config)]:
         raise ConfigError(" ".join(problems))
 
@@ -184,6 +184,22 @@ def _eval(config: Config) -> Iterator[str]:
             "eval.compare_generate compares greedy outputs token for token, and nothing is measured at 0.0: "
             "set eval.temperatures=[0.0], or switch the comparison off."
         )
+
+
+def _predict(config: Config) -> Iterator[str]:
+    predict = config.predict
+    yield from _at_least(1, predict, "predict.", "devices", "draft_tokens", "context")
+    if not predict.batches or min(predict.batches) < 1:
+        yield f"predict.batches={predict.batches}: name batch sizes, as in predict.batches=[1,8]."
+    if predict.acceptance is not None and not (
+        predict.acceptance and all(0 <= one <= 1 for one in predict.acceptance)
+    ):
+        yield (
+            f"predict.acceptance={predict.acceptance}: give shares in [0, 1] by position, as in "
+            "predict.acceptance=[0.8,0.7]."
+        )
+    if predict.devices > 1 and predict.device is None:
+        yield f"predict.devices={predict.devices} without predict.device: only data sheets can be split."
 
 
 def _sampling(temperature: float, top_p: float, prefix: str) -> Iterator[str]:

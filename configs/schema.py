@@ -229,6 +229,17 @@ class EvalConfig:
 
 
 @dataclass
+class PredictConfig:
+    device: str | None = None  # a data sheet's name (eval/roofline.py); None: this machine, measured
+    devices: int = 1  # that share the target's layers; of a data sheet
+    acceptance: list[float] | None = None  # conditional, by position; None: the draft's measure.json
+    draft_tokens: int = 8  # longest chain considered
+    batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    context: int = 256  # tokens behind which a round happens
+    output: str | None = None  # None: beside measure.json
+
+
+@dataclass
 class ExportConfig:
     engines: list[str] = field(default_factory=lambda: ["vllm", "sglang"])
     draft: str = "latest"
@@ -254,6 +265,7 @@ class Config:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    predict: PredictConfig = field(default_factory=PredictConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 

@@ -17,12 +17,13 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from configs.errors import TargetError
@@ -125,6 +126,29 @@ class Target:
             pack(target.model)
         target.check()
         return target
+
+    @classmethod
+    def sketch(cls, cfg: TargetConfig) -> Target:
+        """The target that `cfg` names without weights and tokenizer, on the meta device: names and sizes,
+        from its config.json alone. Nothing can be computed with it.
+
+        Raises `TargetError` for one that cannot be found.
+        """
+        refuse_absent(cfg)
+        try:
+            config = AutoConfig.from_pretrained(
+                cfg.name, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+            )
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=getattr(torch, cfg.dtype.value), trust_remote_code=cfg.trust_remote_code
+                )
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise TargetError(
+                f"The target {described(cfg)} cannot be described: {first_line(error)} Check target.name: "
+                "a hub name, or a folder with config.json."
+            ) from error
+        return cls(model, SimpleNamespace(eos_token_id=None), cfg.name, cfg.revision)
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any, name: str = "in-memory") -> Target:

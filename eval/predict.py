@@ -1,0 +1,343 @@
+"""`python -m eval.predict`: what speculation will be worth, by draft length and batch size, before it is run.
+
+With conditional acceptance α_j at position j, a chain of K drafted tokens emits
+
+    E(K) = 1 + Σ_{i <= K} Π_{j <= i} α_j
+
+tokens a round, and a round takes K drafts, one verification of K + 1 tokens, and the host's own time. Against
+plain decoding's t(1) per token that is a speedup of
+
+    S(K) = E(K) t(1) / (K t_draft + t(K + 1) + t_host)        (decoding.md, §5)
+
+Times are this machine's, measured (decoding/costs.py), or those of a data sheet (eval/roofline.py), between
+what kernels reach at best and what is usual. Acceptance is that of the draft's measure.json, or what
+`predict.acceptance` supposes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from configs.entry import entry
+from configs.errors import TrafficError
+from configs.schema import Config, typed
+from decoding.build import network_drafter
+from decoding.costs import measured_costs
+from decoding.growth import ChainGrowth
+from eval.bench import as_plain, draft_hash
+from eval.measure import default_output
+from eval.roofline import BEST, USUAL, Load, Reach, device_named, load_of
+from eval.terminal import wide_console
+from models.checkpoint import find_draft, load_draft
+from models.files import ensure_writable, write_json
+from models.provenance import provenance
+from models.target import Target
+
+SCHEMA = "leadout.predict/1"
+AT_ONCE = {"medusa", "medusa2", "peagle", "dflash"}  # one forward drafts everything
+
+
+@entry()
+def main(config: Config) -> None:
+    predict(config, wide_console())
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds at one batch size."""
+
+    plain: float  # a forward over one token
+    verify: tuple[float, ...]  # over K + 1 tokens, K = 1, 2, ...
+    draft: tuple[float, ...]  # of drafting K tokens
+    host: float  # a round outside all forwards
+
+
+def expected_tokens(acceptance: Sequence[float], drafted: int) -> float:
+    """E(K). Beyond the positions that are known the last one's acceptance holds on."""
+    total = survived = 1.0
+    for position in range(drafted):
+        survived *= acceptance[min(position, len(acceptance) - 1)]
+        total += survived
+    return total
+
+
+def speedup(acceptance: Sequence[float], drafted: int, times: Times) -> float:
+    """S(K)."""
+    spent = times.draft[drafted - 1] + times.verify[drafted - 1] + times.host
+    return expected_tokens(acceptance, drafted) * times.plain / spent
+
+
+def best_length(acceptance: Sequence[float], times: Times) -> int:
+    """The K for which S(K) is largest."""
+    return max(range(1, len(times.verify) + 1), key=lambda drafted: speedup(acceptance, drafted, times))
+
+
+def scaled(acceptance: Sequence[float], drafted: int, wanted: float) -> list[float]:
+    """`acceptance` times one factor (and at most 1), so that E(K) is `wanted`."""
+    low, high = 0.0, 1 / max(min(acceptance), 1e-9)
+
+    def at(factor: float) -> list[float]:
+        return [min(1.0, factor * one) for one in acceptance]
+
+    for _ in range(60):
+        middle = (low + high) / 2
+        if expected_tokens(at(middle), drafted) < wanted:
+            low = middle
+        else:
+            high = middle
+    return at(high)
+
+
+# ---- acceptance ----
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """α_j by position, and the same as low and as high as its interval allows."""
+
+    middle: list[float]
+    low: list[float]
+    high: list[float]
+    source: str
+
+
+def acceptance_of(config: Config) -> Acceptance:
+    """What `predict.acceptance` supposes, or the draft's measure.json shows at `decode.temperature`."""
+    supposed = config.predict.acceptance
+    if supposed is not None:
+        return Acceptance(supposed, supposed, supposed, "predict.acceptance")
+    row = measured_row(config)
+    middle = [one for one in row["conditional_acceptance"] if one is not None]
+    ends = row["mean_acceptance_length_ci"] or [row["mean_acceptance_length"]] * 2
+    low, high = (scaled(middle, len(middle), end) for end in ends)
+    return Acceptance(middle, low, high, str(measured_file(config)))
+
+
+def measured_row(config: Config) -> dict[str, Any]:
+    """The row over all prompts of a chain at `decode.temperature`, whose positions are conditional ones."""
+    file, temperature = measured_file(config), config.decode.temperature
+    again = f"python -m eval.measure decode.tree=chain decode.temperature={temperature:g}"
+    if not file.exists():
+        raise TrafficError(
+            f"There is no {file}, so acceptance is not known. Run {again} first, or suppose it, as in "
+            "predict.acceptance=[0.8,0.75,0.7]."
+        )
+    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+        everything = row["method"] != "plain" and row["category"] == row["context_bucket"] == "all"
+        if everything and row["temperature"] == temperature and row["tree"] == "chain":
+            return row
+    raise TrafficError(
+        f"{file} has no chain at temperature {temperature:g}. Run {again}, or suppose predict.acceptance."
+    )
+
+
+def measured_file(config: Config) -> Path:
+    folder = find_draft(config.eval.draft, Path(config.runs), config.experiment)
+    return (Path(config.eval.output) if config.eval.output else default_output(folder)) / "measure.json"
+
+
+# ---- times ----
+
+
+def sheet_times(target: Load, draft: Load, at_once: bool, config: Config, batch: int, reach: Reach) -> Times:
+    """By the data sheet of `predict.device`. The draft is not split: it would wait for the exchange only."""
+    asked = config.predict
+    assert asked.device is not None
+    device, context = device_named(asked.device), asked.context
+
+    def forward(tokens: int) -> float:
+        return target.seconds(device, reach, tokens, batch, context, asked.devices)
+
+    lengths = range(1, asked.draft_tokens + 1)
+    one = draft.seconds(device, reach, 1, batch, context)
+    return Times(
+        plain=forward(1),
+        verify=tuple(forward(drafted + 1) for drafted in lengths),
+        draft=tuple(
+            draft.seconds(device, reach, drafted, batch, context) if at_once else drafted * one
+            for drafted in lengths
+        ),
+        host=reach.host,
+    )
+
+
+def machine_times(target: Target, draft: Any, name: str, config: Config, batch: int, host: float) -> Times:
+    """Measured here, or kept from an earlier time. host: seconds of a round outside the forwards."""
+    drafter = network_drafter(target, draft, ChainGrowth(config.decode.proposal))
+    costs = measured_costs(target, drafter, name, batch, config.predict.context)
+    lengths = range(1, config.predict.draft_tokens + 1)
+    at_once = draft.method in AT_ONCE
+    return Times(
+        plain=costs.target(1),
+        verify=tuple(costs.target(drafted + 1) for drafted in lengths),
+        draft=tuple(costs.draft * (1 if at_once else drafted) for drafted in lengths),
+        host=host,
+    )
+
+
+def draft_load(config: Config, target: Target) -> Load:
+    """That of the draft that `method` describes, for a target without weights."""
+    module = import_module(f"models.{config.method.name}")
+    network = typed(module.NetworkConfig, config.method.network, "method.network")
+    with torch.device("meta"):
+        draft = module.Draft.build(network, target)
+    embeddings = {name for name, p in draft.named_parameters() if p is target.embedding or "embed" in name}
+    read = sum(p.numel() for name, p in draft.named_parameters() if name not in embeddings)
+    layers = int(getattr(draft.shape, "layers", 1))
+    return Load(dense=float(read), layers=layers, hidden=target.hidden_size)
+
+
+# ---- the prediction ----
+
+
+@dataclass(frozen=True)
+class Row:
+    batch: int
+    drafted: int  # the K that is best
+    expected_tokens: float
+    speedup: float
+    low: float
+    high: float
+
+
+def row_of(batch: int, acceptance: Acceptance, variants: Sequence[Times]) -> Row:
+    """variants: the times as they may be, one or several."""
+    lengths = range(1, len(variants[0].verify) + 1)
+
+    def middle(drafted: int) -> float:
+        product = 1.0
+        for times in variants:
+            product *= speedup(acceptance.middle, drafted, times)
+        return product ** (1 / len(variants))
+
+    best = max(lengths, key=middle)
+    spread = [speedup(one, best, times) for one in (acceptance.low, acceptance.high) for times in variants]
+    return Row(
+        batch=batch,
+        drafted=best,
+        expected_tokens=expected_tokens(acceptance.middle, best),
+        speedup=middle(best),
+        low=min(spread),
+        high=max(spread),
+    )
+
+
+def predict(config: Config, console: Console) -> dict[str, Any]:
+    """Predicts, writes predict.json, prints the table and what follows from it; returns what was written."""
+    asked = config.predict
+    acceptance = acceptance_of(config)
+    output = Path(asked.output) if asked.output else measured_file(config).parent
+    ensure_writable(output)
+    rows: list[Row] = []
+    better: Row | None = None  # at the first batch size, with a better draft
+    memory: list[dict[str, Any]] = []
+    if asked.device is not None:
+        target = Target.sketch(config.target)
+        loads = load_of(target), draft_load(config, target)
+        at_once = config.method.name in AT_ONCE
+        for batch in asked.batches:
+            variants = [sheet_times(*loads, at_once, config, batch, reach) for reach in (BEST, USUAL)]
+            rows.append(row_of(batch, acceptance, variants))
+            better = better or row_of(batch, improved(acceptance), variants)
+        memory = [fit(*loads, config, batch) for batch in asked.batches]
+    else:
+        folder = find_draft(config.eval.draft, Path(config.runs), config.experiment)
+        target = Target.load(config.target)
+        draft = load_draft(folder, target)
+        host = 0.0 if asked.acceptance is not None else 1e-3 * measured_row(config)["decoder_ms"]["p50"]
+        for batch in asked.batches:
+            variants = [machine_times(target, draft, draft_hash(folder), config, batch, host)]
+            rows.append(row_of(batch, acceptance, variants))
+            better = better or row_of(batch, improved(acceptance), variants)
+    where = provenance()
+    assert better is not None
+    written = {
+        "schema": SCHEMA,
+        **{name: where[name] for name in ("git", "hardware", "versions")},
+        "times": asked.device or "measured here",
+        "acceptance": asdict(acceptance),
+        "rows": [asdict(row) for row in rows],
+        "memory": memory,
+        "better_draft": asdict(better),
+        "advice": advice(rows, better),
+        "config": as_plain(config),
+    }
+    write_json(output / "predict.json", written)
+    show(written, output / "predict.json", console)
+    return written
+
+
+def improved(acceptance: Acceptance, by: float = 0.05) -> Acceptance:
+    """That of a draft which is accepted so much more often at every position."""
+    middle, low, high = (
+        [min(1.0, one + by) for one in each] for each in (acceptance.middle, acceptance.low, acceptance.high)
+    )
+    return Acceptance(middle, low, high, acceptance.source)
+
+
+def fit(target: Load, draft: Load, config: Config, batch: int) -> dict[str, Any]:
+    """Bytes on each device, and whether they fit: weights, and K/V of `predict.context` tokens a sequence."""
+    asked = config.predict
+    assert asked.device is not None
+    rows = batch * asked.context
+    split = target.weights + target.bytes * (target.embedding + target.cache * rows)
+    whole = draft.weights + draft.bytes * draft.cache * rows
+    needed = split / asked.devices + whole
+    return {"batch": batch, "bytes": needed, "fits": needed <= device_named(asked.device).memory}
+
+
+def advice(rows: Sequence[Row], better: Row) -> list[str]:
+    """What follows, each sentence with the number that made it."""
+    first = rows[0]
+    said = [
+        f"Batch {first.batch}: K = {first.drafted} is best, {first.speedup:.2f}x ({first.low:.2f} to "
+        f"{first.high:.2f}).",
+        f"A draft accepted .05 more often everywhere would make it {better.speedup:.2f}x, with K = "
+        f"{better.drafted}.",
+    ]
+    pays = [row.batch for row in rows if row.low > 1]
+    costs = [row.batch for row in rows if row.high < 1]
+    if pays:
+        said.append(f"Speculation pays at batch sizes up to {max(pays)} of those asked.")
+    if costs:
+        most = next(row.high for row in rows if row.batch == min(costs))
+        said.append(f"It does not pay at batch {min(costs)}, where it is at most {most:.2f}x: switch it off.")
+    if not pays and not costs:
+        said.append("Whether it pays is open at every batch size asked: the intervals contain 1.")
+    return said
+
+
+def show(written: dict[str, Any], path: Path, console: Console) -> None:
+    made = Table(title=f"predicted, times: {written['times']}", title_justify="left")
+    for name in ("batch", "K", "tokens a round", "speedup"):
+        made.add_column(name, justify="right")
+    for row in written["rows"]:
+        made.add_row(
+            str(row["batch"]),
+            str(row["drafted"]),
+            f"{row['expected_tokens']:.2f}",
+            f"{row['speedup']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]",
+        )
+    console.print(made)
+    for sentence in written["advice"]:
+        console.print(sentence, markup=False)
+    for one in written["memory"]:
+        if not one["fits"]:
+            console.print(
+                f"Batch {one['batch']} needs {one['bytes'] / 1e9:.0f} GB on each device, more than it has.",
+                markup=False,
+            )
+    console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
