@@ -9,9 +9,9 @@ plain decoding's t(1) per token that is a speedup of
 
     S(K) = E(K) t(1) / (K t_draft + t(K + 1) + t_host)        (decoding.md, §5)
 
-Times are this machine's, measured (decoding/costs.py), or those of a data sheet (eval/roofline.py), between
-what kernels reach at best and what is usual. Acceptance is that of the draft's measure.json, or what
-`predict.acceptance` supposes.
+Times are this machine's, measured (decoding/costs.py), or those of a data sheet (eval/roofline.py), target
+and draft each between what engines reach at best and what is usual. Acceptance is that of the draft's
+measure.json, or what `predict.acceptance` supposes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -148,26 +150,31 @@ def measured_file(config: Config) -> Path:
 # ---- times ----
 
 
-def sheet_times(target: Load, draft: Load, at_once: bool, config: Config, batch: int, reach: Reach) -> Times:
-    """By the data sheet of `predict.device`. The draft is not split: it would wait for the exchange only."""
+def sheet_times(target: Load, draft: Load, at_once: bool, config: Config, batch: int) -> list[Times]:
+    """By the data sheet of `predict.device`: with either of them at its best and as usual.
+
+    The draft is split over the devices if that is faster: what it reads is little, and splitting it makes it
+    wait for the exchange.
+    """
     asked = config.predict
     assert asked.device is not None
-    device, context = device_named(asked.device), asked.context
+    device, context, lengths = device_named(asked.device), asked.context, range(1, asked.draft_tokens + 1)
 
-    def forward(tokens: int) -> float:
+    def verify(reach: Reach, tokens: int) -> float:
         return target.seconds(device, reach, tokens, batch, context, asked.devices)
 
-    lengths = range(1, asked.draft_tokens + 1)
-    one = draft.seconds(device, reach, 1, batch, context)
-    return Times(
-        plain=forward(1),
-        verify=tuple(forward(drafted + 1) for drafted in lengths),
-        draft=tuple(
-            draft.seconds(device, reach, drafted, batch, context) if at_once else drafted * one
-            for drafted in lengths
-        ),
-        host=reach.host,
-    )
+    def draw(reach: Reach, tokens: int) -> float:
+        return min(draft.seconds(device, reach, tokens, batch, context, n) for n in (1, asked.devices))
+
+    return [
+        Times(
+            plain=verify(one, 1),
+            verify=tuple(verify(one, drafted + 1) for drafted in lengths),
+            draft=tuple(draw(other, drafted) if at_once else drafted * draw(other, 1) for drafted in lengths),
+            host=other.host,
+        )
+        for one, other in product((BEST, USUAL), repeat=2)
+    ]
 
 
 def machine_times(target: Target, draft: Any, name: str, config: Config, batch: int, host: float) -> Times:
@@ -214,10 +221,7 @@ def row_of(batch: int, acceptance: Acceptance, variants: Sequence[Times]) -> Row
     lengths = range(1, len(variants[0].verify) + 1)
 
     def middle(drafted: int) -> float:
-        product = 1.0
-        for times in variants:
-            product *= speedup(acceptance.middle, drafted, times)
-        return product ** (1 / len(variants))
+        return geometric_mean(speedup(acceptance.middle, drafted, times) for times in variants)
 
     best = max(lengths, key=middle)
     spread = [speedup(one, best, times) for one in (acceptance.low, acceptance.high) for times in variants]
@@ -245,7 +249,7 @@ def predict(config: Config, console: Console) -> dict[str, Any]:
         loads = load_of(target), draft_load(config, target)
         at_once = config.method.name in AT_ONCE
         for batch in asked.batches:
-            variants = [sheet_times(*loads, at_once, config, batch, reach) for reach in (BEST, USUAL)]
+            variants = sheet_times(*loads, at_once, config, batch)
             rows.append(row_of(batch, acceptance, variants))
             better = better or row_of(batch, improved(acceptance), variants)
         memory = [fit(*loads, config, batch) for batch in asked.batches]
