@@ -51,14 +51,24 @@ class Warp:
         There on any device: a law is made at the few nodes that a walk comes to, and what follows are single
         numbers of it.
         """
-        scores = on_host(logits)
         if self.temperature == 0:
+            scores = on_host(logits)
             return certain(scores, int(scores.argmax()))
+        law = self.softmax(logits)
+        if self.truncates:
+            truncate_(law, self.top_k, self.top_p, self.min_p)
+            normalise_(law)
+        return law
+
+    def softmax(self, logits: Tensor) -> np.ndarray:
+        """The law [V] of logits [V] at the temperature."""
+        if self.temperature == 1:  # one pass of torch's: 47 microseconds for 49,152 logits, 77 as below
+            return torch.softmax(logits, dim=-1, dtype=law_dtype(logits)).numpy(force=True)
+        scores = on_host(logits)
         with np.errstate(invalid="ignore"):  # of logits that are all -inf comes NaN, which nobody can draw
             law = scores - scores.max()
         np.multiply(law, law.dtype.type(1 / self.temperature), out=law)
         np.exp(law, out=law)
-        truncate_(law, self.top_k, self.top_p, self.min_p)
         normalise_(law)
         return law
 

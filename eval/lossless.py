@@ -276,7 +276,7 @@ def show(written: dict[str, Any], path: Path, console: Console) -> None:
         title=f"temperature {sampled['temperature']:g}: p-values, at level {sampled['level']:.2g} each",
         title_justify="left",
     )
-    for name in ("", "tokens", *(one["name"] for one in sampled["draft"]["tests"])):
+    for name in ("", "drawn", *(one["name"] for one in sampled["draft"]["tests"])):
         made.add_column(name, justify="right" if name else "left")
     for side in SIDES:
         found = sampled[side]
