@@ -214,6 +214,7 @@ class Row:
     speedup: float
     low: float
     high: float
+    by_length: list[float]  # S(K) for K = 1, 2, ...
 
 
 def row_of(batch: int, acceptance: Acceptance, variants: Sequence[Times]) -> Row:
@@ -232,6 +233,7 @@ def row_of(batch: int, acceptance: Acceptance, variants: Sequence[Times]) -> Row
         speedup=middle(best),
         low=min(spread),
         high=max(spread),
+        by_length=[*map(middle, lengths)],
     )
 
 
@@ -244,6 +246,7 @@ def predict(config: Config, console: Console) -> dict[str, Any]:
     rows: list[Row] = []
     better: Row | None = None  # at the first batch size, with a better draft
     memory: list[dict[str, Any]] = []
+    held: dict[str, float] | None = None  # against what was measured
     if asked.device is not None:
         target = Target.sketch(config.target)
         loads = load_of(target), draft_load(config, target)
@@ -262,6 +265,8 @@ def predict(config: Config, console: Console) -> dict[str, Any]:
             variants = [machine_times(target, draft, draft_hash(folder), config, batch, host)]
             rows.append(row_of(batch, acceptance, variants))
             better = better or row_of(batch, improved(acceptance), variants)
+        if asked.acceptance is None:
+            held = held_against(measured_row(config), rows)
     where = provenance()
     assert better is not None
     written = {
@@ -271,6 +276,7 @@ def predict(config: Config, console: Console) -> dict[str, Any]:
         "acceptance": asdict(acceptance),
         "rows": [asdict(row) for row in rows],
         "memory": memory,
+        "measured": held,
         "better_draft": asdict(better),
         "advice": advice(rows, better),
         "config": as_plain(config),
@@ -286,6 +292,17 @@ def improved(acceptance: Acceptance, by: float = 0.05) -> Acceptance:
         [min(1.0, one + by) for one in each] for each in (acceptance.middle, acceptance.low, acceptance.high)
     )
     return Acceptance(middle, low, high, acceptance.source)
+
+
+def held_against(row: dict[str, Any], rows: Sequence[Row]) -> dict[str, float] | None:
+    """The measured speedup without prefill, at its K and batch size, and the one predicted there; None where
+    that was not asked for."""
+    drafted = row["draft_tokens"]
+    for one in rows:
+        if one.batch == row["batch_size"] and drafted <= len(one.by_length):
+            measured, predicted = row["speedup_decode"], one.by_length[drafted - 1]
+            return {"draft_tokens": drafted, "measured": measured, "predicted": predicted}
+    return None
 
 
 def fit(target: Load, draft: Load, config: Config, batch: int) -> dict[str, Any]:
@@ -334,6 +351,12 @@ def show(written: dict[str, Any], path: Path, console: Console) -> None:
     console.print(made)
     for sentence in written["advice"]:
         console.print(sentence, markup=False)
+    if (held := written["measured"]) is not None:
+        console.print(
+            f"Held against the measurement at K = {held['draft_tokens']}: predicted "
+            f"{held['predicted']:.2f}x, measured {held['measured']:.2f}x.",
+            markup=False,
+        )
     for one in written["memory"]:
         if not one["fits"]:
             console.print(

@@ -76,8 +76,12 @@ def test_a_rows_interval_spans_acceptance_and_times() -> None:
 
 
 def test_advice_says_where_it_pays() -> None:
-    rows = [Row(1, 4, 2.0, 1.8, 1.6, 2.0), Row(8, 2, 1.7, 1.1, 0.9, 1.3), Row(64, 1, 1.4, 0.8, 0.7, 0.95)]
-    said = " ".join(advice(rows, Row(1, 5, 2.3, 2.1, 1.9, 2.3)))
+    rows = [
+        Row(1, 4, 2.0, 1.8, 1.6, 2.0, []),
+        Row(8, 2, 1.7, 1.1, 0.9, 1.3, []),
+        Row(64, 1, 1.4, 0.8, 0.7, 0.95, []),
+    ]
+    said = " ".join(advice(rows, Row(1, 5, 2.3, 2.1, 1.9, 2.3, [])))
     assert "Batch 1: K = 4 is best, 1.80x (1.60 to 2.00)." in said
     assert "make it 2.10x, with K = 5" in said
     assert "pays at batch sizes up to 1 of those asked" in said
@@ -150,6 +154,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         "mean_acceptance_length": 1.9,
         "mean_acceptance_length_ci": [1.8, 2.0],
         "decoder_ms": {"p50": 1.0},
+        "draft_tokens": 3,
+        "batch_size": 1,
+        "speedup_decode": 1.1,
     }
     write_json(tmp_path / "runs" / RUN / "measure" / "measure.json", {"rows": [row]})
     costs = Costs(Curve((1, 5), (0.010, 0.014)), 0.001)
@@ -175,6 +182,13 @@ def test_a_prediction_from_measured_acceptance_and_times(here: Config) -> None:
     assert row["low"] == pytest.approx(1.8 * 10 / 15)
     assert row["high"] == pytest.approx(2.0 * 10 / 15)
     assert [one["batch"] for one in found["rows"]] == [1, 2]
+    assert row["by_length"] == pytest.approx([16 / 13, 19 / 15, 20.5 / 17])
+    assert found["measured"] == {
+        "draft_tokens": 3,
+        "measured": 1.1,
+        "predicted": pytest.approx(20.5 / 17),
+    }
+    assert "at K = 3: predicted 1.21x, measured 1.10x" in screen
     assert "measured here" in screen
     # K = 2 with .65 and .55.
     assert found["better_draft"]["speedup"] == pytest.approx((1 + 0.65 + 0.65 * 0.55) * 10 / 15)
