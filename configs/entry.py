@@ -10,7 +10,7 @@
 `Config`. Hydra's own flags work as ever (`--help`, `--cfg job`, `-m` for sweeps).
 
 Exit status: 0 done; 2 an error whose message says how to mend it; 130 interrupted; 1 a defect of ours, which
-keeps its traceback.
+keeps its traceback; 3 eval.lossless found something.
 """
 
 from __future__ import annotations

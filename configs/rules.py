@@ -162,10 +162,8 @@ def _decode(config: Config) -> Iterator[str]:
 
 def _eval(config: Config) -> Iterator[str]:
     measure = config.eval
-    yield from _at_least(
-        1, measure, "eval.", "max_prompts", "repeats", "bootstrap", "tree_prompts", "tree_depth"
-    )
-    yield from _at_least(1, measure, "eval.", "lossless_prompts", "lossless_replies")
+    counts = ("max_prompts", "repeats", "bootstrap", "tree_prompts", "tree_depth")
+    yield from _at_least(1, measure, "eval.", *counts, "lossless_prompts", "lossless_replies")
     yield from _at_least(2, measure, "eval.", "tree_nodes")
     yield from _at_least(0, measure, "eval.", "warmup_prompts")
     yield from _within("(0, inf)", measure, "eval.", "max_load")

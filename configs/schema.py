@@ -236,7 +236,7 @@ class PredictConfig:
     draft_tokens: int = 8  # longest chain considered
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
     context: int = 256  # tokens behind which a round happens
-    output: str | None = None  # None: beside measure.json
+    output: str | None = None  # None: beside measure.json, or in the experiment's folder where none is read
 
 
 @dataclass

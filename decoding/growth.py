@@ -29,7 +29,7 @@ from decoding.drafters import Draws, Proposal, Turn
 from decoding.randomness import Key, Purpose
 from decoding.shapes import TreeShape
 from decoding.stopping import Fixed, StopRule
-from decoding.tree import TokenTree
+from decoding.tree import TokenTree, path_to
 from decoding.verify import without
 from decoding.warp import choices, law_dtype
 
@@ -77,13 +77,9 @@ class Growing:
         self.depth.append(self.depth[parent] + 1)
         return len(self.tokens) - 1
 
-    def path(self, node: int) -> list[int]:
+    def path(self, node: int) -> tuple[int, ...]:
         """The tokens after the root down to `node`."""
-        path: list[int] = []
-        while node:
-            path.append(self.tokens[node])
-            node = self.parent[node]
-        return path[::-1]
+        return path_to(self.tokens, self.parent, node)
 
     def shaped(self, nodes: Sequence[int], logits: Tensor) -> Tensor:
         """`logits` [n, Vd] after `nodes` as the law shapes them; all -inf where the grammar allows no id that
@@ -92,7 +88,9 @@ class Growing:
         if law.plain:
             return logits
         rows = zip(nodes, logits, strict=True)
-        return torch.stack([law.shaped(row, self.path(node), ids) for node, row in rows])
+        return torch.stack(
+            [law.shaped(row, path_to(self.tokens, self.parent, node), ids) for node, row in rows]
+        )
 
     def barred(self, shaped: Tensor) -> bool:
         """Whether the grammar allows nothing of `shaped` [..., Vd], which ends the growth."""

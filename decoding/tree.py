@@ -44,11 +44,7 @@ class TokenTree:
 
     def path(self, node: int) -> tuple[int, ...]:
         """The tokens from the root on, without the root's own, down to `node`."""
-        path: list[int] = []
-        while node:
-            path.append(self.tokens[node])
-            node = self.parent[node]
-        return tuple(reversed(path))
+        return path_to(self.tokens, self.parent, node)
 
     @property
     def paths(self) -> list[tuple[int, ...]]:
@@ -82,3 +78,12 @@ class TokenTree:
                 mask[node, before : before + node] = mask[parent, before : before + node]
             mask[node, before + node] = True
         return mask
+
+
+def path_to(tokens: Sequence[int], parent: Sequence[int], node: int) -> tuple[int, ...]:
+    """The tokens from the root (node 0) on, without the root's own, down to `node`."""
+    path: list[int] = []
+    while node:
+        path.append(tokens[node])
+        node = parent[node]
+    return tuple(reversed(path))

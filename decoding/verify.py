@@ -85,7 +85,7 @@ def verify_block(
     while len(weights) <= leaf:
         p = law(len(laws))
         ((child, drawn),) = trials(proposal, len(laws), len(p))
-        q = drawn if drawn is not None else certain(p, tokens[child])
+        q = drawn if drawn is not None else certain(tokens[child], len(p), p.dtype)
         laws.append((p, q))
         weight = min(1.0, weights[-1] * acceptance(p, q, tokens[child]))
         if weight == 0:  # nothing behind can be accepted, and a grammar has no law after what it forbids

@@ -136,22 +136,24 @@ class Bench:
     ) -> Divergence | None:
         """Where two greedy outputs part, and the gap between the target's two best logits there; None if
         nowhere."""
-        if plain == drafted:
+        index = first_difference(plain, drafted)
+        if index is None:
             return None
-        index = next(
-            (i for i, (a, b) in enumerate(zip(plain, drafted, strict=False)) if a != b),
-            min(len(plain), len(drafted)),
-        )
-        ids = torch.tensor([[*prompt_ids, *plain[:index]]], device=self.target.device)
-        logits = self.target.forward(ids, last_logits_only=True).logits
-        assert logits is not None
-        best, second = logits[0, -1].float().topk(2).values.tolist()
+        best, second = self.two_best([*prompt_ids, *plain[:index]])
         return Divergence(
             index=index,
             gap=best - second,
             plain=plain[index] if index < len(plain) else None,
             draft=drafted[index] if index < len(drafted) else None,
         )
+
+    def two_best(self, text: list[int]) -> tuple[float, float]:
+        """The target's two largest logits after `text`."""
+        ids = torch.tensor([text], device=self.target.device)
+        logits = self.target.forward(ids, last_logits_only=True).logits
+        assert logits is not None
+        best, second = logits[0, -1].float().topk(2).values.tolist()
+        return best, second
 
     def compare_generate(
         self, prompt: Prompt, params: Params, plain: Run, drafted: Run
@@ -166,6 +168,14 @@ class Bench:
             "identical_plain": tokens == plain.tokens,
             "identical_draft": tokens == drafted.tokens,
         }
+
+
+def first_difference(plain: Sequence[int], drafted: Sequence[int]) -> int | None:
+    """Where two outputs part, the end of the shorter one included; None if nowhere."""
+    if plain == drafted:
+        return None
+    pairs = enumerate(zip(plain, drafted, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(plain), len(drafted)))
 
 
 def temperatures(config: Config) -> list[float]:

@@ -6,8 +6,8 @@ speculatively, and every token is held against the target's own law after the te
 (eval/uniform.py). Plainly drawn replies go through the same tests: where they fail too, the target's law is
 not the same from one forward to the next, and nothing can be said.
 
-Ends with one line, and exits with 0 if nothing was found, 1 if something was. Each prompt is on the disk
-before the next begins; the same command goes on after the last one.
+Ends with one line, and exits with 0 if nothing was found, 3 if something was, or if nothing can be said. Each
+prompt is on the disk before the next begins; the same command goes on after the last one.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from configs.schema import Config, Verification
 from data.tokens import Prompt, evenly, prompts, split_file
 from decoding.law import Law
 from decoding.sequence import Generation, Request
-from eval.bench import Bench, as_plain, draft_hash, dtype_name, run_key, seed_of
+from eval.bench import Bench, as_plain, draft_hash, dtype_name, first_difference, run_key, seed_of
 from eval.measure import default_output
 from eval.terminal import bar, wide_console
 from eval.uniform import Result, Sample, examined, least_bias, place
 from models.checkpoint import find_draft, load_draft
-from models.files import append_line, ensure_writable, read_lines, write_json
+from models.files import append_line, ensure_writable, lines_under, read_lines, write_json
 from models.provenance import provenance
 from models.target import Target
 
 SCHEMA = "leadout.lossless/1"
 PARTIAL = "lossless.partial.jsonl"
 POWER = 0.99
+FOUND = 3  # exit status
 # Logits of 16 bits have steps of eps; in float32 the sums before them round, not the logits themselves.
 STEPS, SHARE = 4, 1e-5
 SIDES = ("plain", "draft")
@@ -51,7 +52,7 @@ SIDES = ("plain", "draft")
 @entry()
 def main(config: Config) -> None:
     if not lossless(config, wide_console())["lossless"]:
-        sys.exit(1)
+        sys.exit(FOUND)
 
 
 def lossless(config: Config, console: Console) -> dict[str, Any]:
@@ -119,14 +120,12 @@ class Pair:
 
     def parting(self, prompt: Prompt, plain: list[int], drafted: list[int]) -> dict[str, Any] | None:
         """Where greedy outputs part, with the gap that was there and the one that rounding explains."""
-        found = self.bench.divergence(prompt.ids, plain, drafted)
-        if found is None:
+        index = first_difference(plain, drafted)
+        if index is None:
             return None
-        ids = torch.tensor([[*prompt.ids, *plain[: found.index]]], device=self.target.device)
-        logits = self.target.forward(ids, last_logits_only=True).logits
-        assert logits is not None
+        best, second = self.bench.two_best([*prompt.ids, *plain[:index]])
         step = max(STEPS * torch.finfo(self.target.dtype).eps, SHARE)
-        return {"index": found.index, "gap": found.gap, "explained": step * float(logits.abs().max())}
+        return {"index": index, "gap": best - second, "explained": step * abs(best)}
 
     def drawn(self, prompt: Prompt, side: str) -> list[dict[str, Any]]:
         """The places of the tokens of several replies; plain ones have random numbers of their own."""
@@ -173,16 +172,12 @@ def decoded(
     pair: Pair, chosen: Sequence[Prompt], partial: Path, key: str, console: Console
 ) -> list[dict[str, Any]]:
     """A line for each prompt, an interrupted run's included."""
-    lines = read_lines(partial) if partial.exists() else []
-    if not lines or lines[0] != {"key": key}:
-        partial.unlink(missing_ok=True)
-        append_line(partial, {"key": key})
-        lines = [{"key": key}]
+    done = len(lines_under(partial, {"key": key}))
     if not console.is_terminal:
-        console.print(f"{len(chosen) - len(lines) + 1} prompts to decode.")
+        console.print(f"{len(chosen) - done} prompts to decode.")
     with bar(console) as progress:
-        task = progress.add_task("decoding", total=len(chosen), completed=len(lines) - 1)
-        for prompt in chosen[len(lines) - 1 :]:
+        task = progress.add_task("decoding", total=len(chosen), completed=done)
+        for prompt in chosen[done:]:
             append_line(partial, pair.line(prompt))
             progress.advance(task)
     return read_lines(partial)[1:]

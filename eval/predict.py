@@ -33,7 +33,7 @@ from configs.entry import entry
 from configs.errors import TrafficError
 from configs.schema import Config, typed
 from decoding.build import network_drafter
-from decoding.costs import measured_costs
+from decoding.costs import measured_costs, measured_drafting
 from decoding.growth import ChainGrowth
 from eval.bench import as_plain, draft_hash
 from eval.measure import default_output
@@ -76,11 +76,6 @@ def speedup(acceptance: Sequence[float], drafted: int, times: Times) -> float:
     """S(K)."""
     spent = times.draft[drafted - 1] + times.verify[drafted - 1] + times.host
     return expected_tokens(acceptance, drafted) * times.plain / spent
-
-
-def best_length(acceptance: Sequence[float], times: Times) -> int:
-    """The K for which S(K) is largest."""
-    return max(range(1, len(times.verify) + 1), key=lambda drafted: speedup(acceptance, drafted, times))
 
 
 def scaled(acceptance: Sequence[float], drafted: int, wanted: float) -> list[float]:
@@ -147,6 +142,16 @@ def measured_file(config: Config) -> Path:
     return (Path(config.eval.output) if config.eval.output else default_output(folder)) / "measure.json"
 
 
+def output_of(config: Config) -> Path:
+    """Beside measure.json; where no draft is needed, in the experiment's folder."""
+    asked = config.predict
+    if asked.output is not None:
+        return Path(asked.output)
+    if asked.device is not None and asked.acceptance is not None:
+        return Path(config.runs) / config.experiment
+    return measured_file(config).parent
+
+
 # ---- times ----
 
 
@@ -180,13 +185,14 @@ def sheet_times(target: Load, draft: Load, at_once: bool, config: Config, batch:
 def machine_times(target: Target, draft: Any, name: str, config: Config, batch: int, host: float) -> Times:
     """Measured here, or kept from an earlier time. host: seconds of a round outside the forwards."""
     drafter = network_drafter(target, draft, ChainGrowth(config.decode.proposal))
-    costs = measured_costs(target, drafter, name, batch, config.predict.context)
-    lengths = range(1, config.predict.draft_tokens + 1)
-    at_once = draft.method in AT_ONCE
+    asked = config.predict
+    costs = measured_costs(target, drafter, name, batch, asked.context)
+    drafting = measured_drafting(target, drafter, name, asked.draft_tokens, batch, asked.context)
+    lengths = range(1, asked.draft_tokens + 1)
     return Times(
         plain=costs.target(1),
         verify=tuple(costs.target(drafted + 1) for drafted in lengths),
-        draft=tuple(costs.draft * (1 if at_once else drafted) for drafted in lengths),
+        draft=tuple(map(drafting, lengths)),
         host=host,
     )
 
@@ -241,7 +247,7 @@ def predict(config: Config, console: Console) -> dict[str, Any]:
     """Predicts, writes predict.json, prints the table and what follows from it; returns what was written."""
     asked = config.predict
     acceptance = acceptance_of(config)
-    output = Path(asked.output) if asked.output else measured_file(config).parent
+    output = output_of(config)
     ensure_writable(output)
     rows: list[Row] = []
     better: Row | None = None  # at the first batch size, with a better draft
@@ -306,13 +312,13 @@ def held_against(row: dict[str, Any], rows: Sequence[Row]) -> dict[str, float] |
 
 
 def fit(target: Load, draft: Load, config: Config, batch: int) -> dict[str, Any]:
-    """Bytes on each device, and whether they fit: weights, and K/V of `predict.context` tokens a sequence."""
+    """Bytes on each device, and whether they fit: weights, and the target's K/V of `predict.context` tokens a
+    sequence."""
     asked = config.predict
     assert asked.device is not None
     rows = batch * asked.context
     split = target.weights + target.bytes * (target.embedding + target.cache * rows)
-    whole = draft.weights + draft.bytes * draft.cache * rows
-    needed = split / asked.devices + whole
+    needed = split / asked.devices + draft.weights
     return {"batch": batch, "bytes": needed, "fits": needed <= device_named(asked.device).memory}
 
 

@@ -143,6 +143,17 @@ def append_line(destination: TextIO | Path, obj: Any) -> None:
             os.fsync(destination.fileno())
 
 
+def lines_under(path: Path, key: dict[str, Any]) -> list[dict[str, Any]]:
+    """The lines that an interrupted job left in `path`, without the first, which says what they belong to. If
+    that is not `key`, or nothing is there, the file is begun anew."""
+    lines = read_lines(path) if path.exists() else []
+    if not lines or lines[0] != key:
+        path.unlink(missing_ok=True)
+        append_line(path, key)
+        return []
+    return lines[1:]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file. Only the last line may be torn (a kill while it was written): it is
     dropped.

@@ -34,7 +34,7 @@ from decoding.shapes import TreeShape
 from eval.generate import generate
 from models import load_draft
 from models.checkpoint import WEIGHTS
-from models.files import append_line, read_lines, sha256_file, write_json
+from models.files import append_line, lines_under, read_lines, sha256_file, write_json
 from models.packing import pack
 from models.provenance import provenance
 from models.target import Target
@@ -104,19 +104,15 @@ def check(options: argparse.Namespace) -> None:
     settings |= {"sha256": sha256_file(options.file), "git": str(provenance()["git"])}
     settings |= {str(folder): sha256_file(folder / WEIGHTS) for folder in options.draft}
     partial = options.out.with_suffix(".partial.jsonl")
-    lines: list[Any] = read_lines(partial) if partial.exists() else []
-    if not lines or lines[0] != settings:
-        partial.unlink(missing_ok=True)
-        append_line(partial, settings)
-        lines = [settings]
+    lines = lines_under(partial, settings)
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("prompts", total=len(rows), completed=options.batch_size * (len(lines) - 1))
-        for group in groups[len(lines) - 1 :]:
+        task = progress.add_task("prompts", total=len(rows), completed=options.batch_size * len(lines))
+        for group in groups[len(lines) :]:
             lines.append(compare(target, plain, made, group, options))
             append_line(partial, lines[-1])
             progress.advance(task, len(group))
     alone, together = Counter[str](), Counter[str]()
-    for line in lines[1:]:
+    for line in lines:
         for name, (by_itself, in_batch) in line.items():
             alone[name] += by_itself
             together[name] += in_batch

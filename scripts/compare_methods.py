@@ -40,7 +40,7 @@ from eval.machine import share_of_others
 from eval.pictures import speedups, standalone
 from eval.rows import Conditions, Pair, Run, rows
 from models import find_draft, load_draft
-from models.files import append_line, read_lines, write_json, write_text
+from models.files import append_line, lines_under, read_lines, write_json, write_text
 from models.provenance import provenance
 from models.target import Target
 from scripts.demo import trained
@@ -127,16 +127,12 @@ def measure(
     console: Console,
 ) -> list[dict[str, Any]]:
     """One line for each prompt and temperature: its runs by way, and the share of the machine others used."""
-    lines = read_lines(partial) if partial.exists() else []
-    if not lines or lines[0] != key:
-        partial.unlink(missing_ok=True)
-        append_line(partial, key)
-        lines = [key]
+    done = len(lines_under(partial, key))
     plan = [(temperature, prompt) for prompt in chosen for temperature in temperatures]
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=len(plan), completed=len(lines) - 1)
-        for turn, (temperature, prompt) in list(enumerate(plan))[len(lines) - 1 :]:
-            if turn == len(lines) - 1:  # the first of this process, once more, to warm up
+        task = progress.add_task("measuring", total=len(plan), completed=done)
+        for turn, (temperature, prompt) in list(enumerate(plan))[done:]:
+            if turn == done:  # the first of this process, once more, to warm up
                 decode_all(made, turn, prompt, temperature)
             found = decode_all(made, turn, prompt, temperature)
             line = {"prompt": prompt.id, "temperature": temperature, "others": share_of_others()}

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from configs.errors import ConfigError
-from decoding.warp import NUCLEUS, Warp, choices, on_host
+from decoding.warp import NUCLEUS, Warp, choices
 
 LOGITS = torch.tensor([log(4), log(2), log(1), log(3)])  # probabilities .4 .2 .1 .3
 
@@ -100,9 +100,3 @@ def test_dtypes() -> None:
 def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Warp(**wrong)  # pyright: ignore[reportArgumentType]
-
-
-def test_numbers_of_sixteen_bits_are_read_as_they_are() -> None:
-    values = torch.tensor([0.0, -0.0, 1.5, -3e38, 3e-39, torch.inf, -torch.inf])
-    assert on_host(values.bfloat16()).tolist() == values.bfloat16().float().tolist()
-    assert on_host(values[:3].half()).tolist() == [0.0, 0.0, 1.5]

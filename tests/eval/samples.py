@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from transformers import LlamaConfig
 
 from eval.measure import SCHEMA, results
 from eval.rows import Conditions, Divergence, Pair, Round, Run
+from models.checkpoint import save_draft
+from tests.conftest import tiny_draft, tiny_target
 
 CONDITIONS = Conditions(
     method="eagle3",
@@ -108,3 +113,38 @@ def measurement(pairs: list[Pair] | None = None, **changes: Any) -> dict[str, An
         **results(two_pairs() if pairs is None else pairs, CONDITIONS),
     }
     return {**made, **changes}
+
+
+# Folders and shapes
+
+
+def tiny_pair(folder: Path, run: Path) -> None:
+    """A target in `folder`/target and an untrained draft of it in `run` below `folder`/runs."""
+    target = tiny_target()
+    target.model.save_pretrained(folder / "target")
+    target.tokenizer.save_pretrained(folder / "target")
+    save_draft(folder / "runs" / run / "draft", tiny_draft(target), target, {})
+
+
+def llama(
+    hidden: int,
+    layers: int,
+    heads: int,
+    intermediate: int,
+    vocab: int = 128_256,
+    heads_shared: int = 8,
+    tied: bool = False,
+) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads_shared,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+        tie_word_embeddings=tied,
+    )
+
+
+LLAMA_8B = llama(4096, 32, 32, 14_336)
+LLAMA_70B = llama(8192, 80, 64, 28_672)

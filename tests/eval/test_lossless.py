@@ -25,9 +25,8 @@ from configs.schema import (
 )
 from eval.lossless import PARTIAL, Pair, lossless, main, verdict
 from eval.uniform import Result
-from models.checkpoint import save_draft
 from models.files import write_text
-from tests.conftest import tiny_draft, tiny_target
+from tests.eval.samples import tiny_pair
 
 RUN = Path("tiny") / "20260101-000000"
 
@@ -35,10 +34,7 @@ RUN = Path("tiny") / "20260101-000000"
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """Laws far from the untrained draft's flat ones: much of what is drafted is refused."""
-    target = tiny_target()
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
-    save_draft(tmp_path / "runs" / RUN / "draft", tiny_draft(target), target, {})
+    tiny_pair(tmp_path, RUN)
     prompts = [
         {"id": f"a{i}", "category": "a", "prompt_ids": [5 + i, 6, 7], "messages": []} for i in range(4)
     ]
@@ -149,7 +145,7 @@ def test_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.lossless, "lossless", lambda *_: {"lossless": False})
     with pytest.raises(SystemExit) as left:
         body(Config())
-    assert left.value.code == 1
+    assert left.value.code == 3
 
 
 def test_verdicts() -> None:

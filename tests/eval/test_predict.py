@@ -27,17 +27,14 @@ from eval.predict import (
     Row,
     Times,
     advice,
-    best_length,
     expected_tokens,
     predict,
     row_of,
     scaled,
     speedup,
 )
-from models.checkpoint import save_draft
 from models.files import write_json
-from tests.conftest import tiny_draft, tiny_target
-from tests.eval.test_roofline import LLAMA_8B, LLAMA_70B
+from tests.eval.samples import LLAMA_8B, LLAMA_70B, tiny_pair
 
 RUN = Path("tiny") / "20260101-000000"
 # Verifying costs a tenth more a token, drafting a twentieth of a forward a token.
@@ -54,9 +51,8 @@ def test_speedup_and_the_best_length() -> None:
     assert speedup([0.5], 1, TIMES) == pytest.approx(1.5 / 1.2)
     assert speedup([0.5], 2, TIMES) == pytest.approx(1.75 / 1.35)
     assert speedup([0.5], 3, TIMES) == pytest.approx(1.875 / 1.5)
-    assert best_length([0.5], TIMES) == 2
-    assert best_length([0.9], TIMES) == 3
-    assert best_length([0.1], TIMES) == 1
+    best = [row_of(1, Acceptance([a], [a], [a], ""), [TIMES]).drafted for a in (0.5, 0.9, 0.1)]
+    assert best == [2, 3, 1]
 
 
 def test_scaled_acceptance_emits_what_is_wanted() -> None:
@@ -101,7 +97,7 @@ def llama(folder: Path, shape: Any, acceptance: list[float], **asked: Any) -> Co
         runs=str(folder / "runs"),
         target=TargetConfig(name=str(folder / "target")),
         method=MethodConfig(name="eagle3", network={"draft_vocab_size": 32000}),
-        predict=PredictConfig(acceptance=acceptance, output=str(folder / "out"), **asked),
+        predict=PredictConfig(acceptance=acceptance, **asked),
     )
 
 
@@ -113,7 +109,7 @@ def test_a_published_speedup_lies_in_the_predicted_range(tmp_path: Path) -> None
     assert row["low"] < 1.81 < row["high"]
     assert found["memory"][0]["fits"]
     assert "predicted, times: h100" in screen
-    assert json.loads((tmp_path / "out" / "predict.json").read_text())["rows"] == found["rows"]
+    assert json.loads((tmp_path / "runs" / "llama" / "predict.json").read_text())["rows"] == found["rows"]
 
 
 def test_a_large_targets_published_speedup_too(tmp_path: Path) -> None:
@@ -140,10 +136,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A pair with a measurement, on a machine whose times are those of `costs`."""
-    target = tiny_target()
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
-    save_draft(tmp_path / "runs" / RUN / "draft", tiny_draft(target), target, {})
+    tiny_pair(tmp_path, RUN)
     row = {
         "method": "eagle3",
         "category": "all",
@@ -161,6 +154,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     write_json(tmp_path / "runs" / RUN / "measure" / "measure.json", {"rows": [row]})
     costs = Costs(Curve((1, 5), (0.010, 0.014)), 0.001)
     monkeypatch.setattr("eval.predict.measured_costs", lambda *_: costs)
+    monkeypatch.setattr("eval.predict.measured_drafting", lambda *_: Curve((1, 2, 3), (0.001, 0.002, 0.003)))
     return Config(
         experiment="tiny",
         runs=str(tmp_path / "runs"),

@@ -11,28 +11,10 @@ from configs.errors import ConfigError, TargetError
 from configs.schema import TargetConfig
 from eval.roofline import BEST, USUAL, Device, Load, Reach, device_named, load_of
 from models.target import Target
-from tests.conftest import tiny_target
+from tests.eval.samples import LLAMA_8B, LLAMA_70B, llama
 
 ROUND = Device(flops=1e12, bandwidth=1e11, memory=1e9, link=1e10)
 ALL = Reach(flops=1.0, bandwidth=1.0, launches=0.0, exchange=0.0, host=0.0)
-LLAMA_70B = LlamaConfig(
-    hidden_size=8192,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    intermediate_size=28672,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-)
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    intermediate_size=14336,
-    vocab_size=128256,
-    tie_word_embeddings=False,
-)
 
 
 def sketched(config: LlamaConfig, folder: Path) -> Target:
@@ -85,13 +67,11 @@ def test_load_of_a_real_shape(tmp_path: Path) -> None:
     assert load.attention == 80 * 64 * 128
 
 
-def test_load_of_a_tied_model_reads_the_head() -> None:
-    target = tiny_target()
-    load = load_of(target)
-    everything = sum(p.numel() for p in target.model.parameters())
-    tied = target.head.weight is target.embedding
-    assert load.dense == everything - (0 if tied else target.embedding.numel())
-    assert load.embedding == (0 if tied else target.embedding.numel())
+def test_load_of_a_tied_model_reads_the_head(tmp_path: Path) -> None:
+    # A layer of 4 x 32 x 32 and 3 x 32 x 64 with two norms of 32, the last norm, and a head of 100 x 32.
+    load = load_of(sketched(llama(32, 1, 4, 64, vocab=100, heads_shared=4, tied=True), tmp_path))
+    assert load.dense == 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32 + 100 * 32
+    assert load.embedding == 0
 
 
 def test_load_of_experts(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ from decoding.sequence import Params
 from decoding.sequoia import acceptance_vectors, expected_tokens
 from decoding.shapes import TreeShape, read_shape
 from eval.tree import Times, calibration, make_tree
-from models.checkpoint import load_draft, save_draft
+from models.checkpoint import load_draft
 from models.files import write_text
 from models.target import Target
-from tests.conftest import tiny_draft, tiny_target
+from tests.eval.samples import tiny_pair
 
 RUN = Path("tiny") / "20260101-000000"
 
@@ -50,10 +50,7 @@ def prompt_lines(ids: list[str]) -> str:
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A target, an untrained draft and train prompts, two of four answered. At such a temperature both laws
     are nearly flat, so that much of what is drawn passes."""
-    target = tiny_target()
-    target.model.save_pretrained(tmp_path / "target")
-    target.tokenizer.save_pretrained(tmp_path / "target")
-    save_draft(tmp_path / "runs" / RUN / "draft", tiny_draft(target), target, {})
+    tiny_pair(tmp_path, RUN)
     write_text(tmp_path / "data" / "train.jsonl", prompt_lines(["a1", "b1", "a2", "b2"]))
     write_text(tmp_path / "data" / REPLIES, "".join(f'{{"id": "{id}"}}\n' for id in ("a1", "b1")))
     # Every node costs the target a tenth of a forward more, every level 50 ms, and every round 10 ms.

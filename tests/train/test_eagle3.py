@@ -16,7 +16,7 @@ from models.eagle3 import Eagle3
 from models.target import Target
 from tests.conftest import tiny_draft, tiny_target
 from tests.train.conftest import written_rows
-from tests.train.pupils import gradients, padded, row
+from tests.train.pupils import gradients, moves_every_weight, padded, row
 from train.batches import Batch, collate
 from train.features import compute
 from train.objectives.eagle3 import Eagle3Objective, ObjectiveConfig
@@ -282,19 +282,5 @@ def test_one_to_three_layers_stay_finite_under_autocast(layers: int) -> None:
     target = tiny_target(dtype=torch.bfloat16)
     objective = objective_of(target, tiny_draft(target, layers=layers), steps=3)
     batch = batch_of(target, written_rows(target, count=4), objective)
-    optimizer = torch.optim.AdamW(objective.draft.parameters(), lr=1e-3)
-    before = [p.detach().clone() for p in objective.draft.parameters()]
-    losses = []
-    for _ in range(20):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = objective(batch, objective.positions(batch)).value
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-
+    moves_every_weight(objective, batch)
     assert all(torch.isfinite(p).all() for p in objective.draft.parameters())
-    assert losses[-1] < losses[0]
-    # Every weight moves, norms included: bfloat16 masters would leave norms at exactly 1.
-    assert all(p.dtype == torch.float32 for p in objective.draft.parameters())
-    assert all(not torch.equal(p, b) for p, b in zip(objective.draft.parameters(), before, strict=True))
