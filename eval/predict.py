@@ -120,9 +120,11 @@ def acceptance_of(config: Config) -> Acceptance:
 
 
 def measured_row(config: Config) -> dict[str, Any]:
-    """The row over all prompts of a chain at `decode.temperature`, whose positions are conditional ones."""
+    """The row over all prompts of the draft's own chain at `decode.temperature`: its positions are
+    conditional ones."""
     file, temperature = measured_file(config), config.decode.temperature
-    again = f"python -m eval.measure decode.tree=chain decode.temperature={temperature:g}"
+    chain = "decode.tree=chain decode.drafters=[draft]"
+    again = f"python -m eval.measure {chain} decode.temperature={temperature:g}"
     if not file.exists():
         raise TrafficError(
             f"There is no {file}, so acceptance is not known. Run {again} first, or suppose it, as in "
@@ -130,10 +132,12 @@ def measured_row(config: Config) -> dict[str, Any]:
         )
     for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
         everything = row["method"] != "plain" and row["category"] == row["context_bucket"] == "all"
-        if everything and row["temperature"] == temperature and row["tree"] == "chain":
+        alone = row["tree"] == "chain" and row["drafters"] == ["draft"]
+        if everything and alone and row["temperature"] == temperature:
             return row
     raise TrafficError(
-        f"{file} has no chain at temperature {temperature:g}. Run {again}, or suppose predict.acceptance."
+        f"{file} has no chain of the draft alone at temperature {temperature:g}. Run {again}, or suppose "
+        "predict.acceptance."
     )
 
 

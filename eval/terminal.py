@@ -45,8 +45,8 @@ def show(measurement: dict[str, Any], output: Path, console: Console) -> None:
 def table(rows: Sequence[dict[str, Any]], temperature: float) -> Table:
     speculative = next(row for row in rows if row["method"] != "plain")
     made = Table(
-        title=f"Held-out prompts, temperature {temperature:g}, {rows[0]['dtype']}, {tree(speculative)}, "
-        f"batch {speculative['batch_size']}",
+        title=f"Held-out prompts, temperature {temperature:g}, {rows[0]['dtype']}, {tree(speculative)} "
+        f"by {' and '.join(speculative['drafters'])}, batch {speculative['batch_size']}",
         title_justify="left",
     )
     for name in ("category", "τ", "accepted", "tok/s", "speedup", "identical"):

@@ -126,7 +126,7 @@ def test_a_static_tree_is_measured_by_its_levels(config: Config, tmp_path: Path)
     assert sum(whole["acceptance_by_position"]) == pytest.approx(whole["mean_acceptance_length"] - 1)
     # The last round of a sequence drafts nothing, and so tries nothing.
     assert whole["conditional_acceptance"][0] > whole["acceptance_by_position"][0] > 0
-    assert "static tree of 6, batch 1" in screen
+    assert "static tree of 6 by draft, batch 1" in screen
 
 
 def test_order_alternates_within_each_category_and_between_repeats() -> None:
