@@ -143,6 +143,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         "context_bucket": "all",
         "temperature": 0.0,
         "tree": "chain",
+        "drafters": ["draft"],
         "conditional_acceptance": [0.6, 0.5, None],
         "mean_acceptance_length": 1.9,
         "mean_acceptance_length_ci": [1.8, 2.0],
