@@ -25,12 +25,11 @@ from torch import Tensor
 
 from configs.errors import ConfigError
 from configs.schema import Proposal as Mode
-from decoding.drafters import Draws, Proposal, Turn
+from decoding.drafters import Draws, Proposal, Turn, without
 from decoding.randomness import Key, Purpose
 from decoding.shapes import TreeShape
 from decoding.stopping import Fixed, StopRule
 from decoding.tree import TokenTree, path_to
-from decoding.verify import without
 from decoding.warp import choices, law_dtype
 
 BLOCK = 128  # many logits are looked at in blocks first, for the largest of them

@@ -25,7 +25,7 @@ from math import exp, log
 import numpy as np
 
 from configs.schema import Verification
-from decoding.drafters import Proposal
+from decoding.drafters import Draws, Proposal, excess
 from decoding.randomness import Key, Purpose, Randomness
 from decoding.tree import TokenTree
 from decoding.warp import certain, normalise_
@@ -50,7 +50,7 @@ def verify(
     while True:
         position += 1
         p = law(path[-1])
-        for rank, (child, q) in enumerate(trials(proposal, path[-1], len(p))):
+        for rank, (child, q) in enumerate(trials(proposal, path[-1])):
             token = proposal.tree.tokens[child]
             if randomness.accept(acceptance(p, q, token), Key(position, Purpose.accept, rank)):
                 path.append(child)
@@ -84,10 +84,10 @@ def verify_block(
     weights = [1.0]
     while len(weights) <= leaf:
         p = law(len(laws))
-        ((child, drawn),) = trials(proposal, len(laws), len(p))
-        q = drawn if drawn is not None else certain(tokens[child], len(p), p.dtype)
+        ((child, drawn),) = trials(proposal, len(laws))
+        q = drawn.over(len(p)) if drawn is not None else certain(tokens[child], len(p), p.dtype)
         laws.append((p, q))
-        weight = min(1.0, weights[-1] * acceptance(p, q, tokens[child]))
+        weight = min(1.0, weights[-1] * acceptance(p, drawn, tokens[child]))
         if weight == 0:  # nothing behind can be accepted, and a grammar has no law after what it forbids
             break
         weights.append(weight)
@@ -173,16 +173,16 @@ def lossless(verification: Verification) -> bool:
     return verification is not Verification.typical
 
 
-def trials(proposal: Proposal, node: int, vocab: int) -> Iterator[tuple[int, np.ndarray | None]]:
-    """The children of `node` in the order in which they are tried, each with the law [V] that it was drawn
-    from, or None if it was chosen deterministically."""
+def trials(proposal: Proposal, node: int) -> Iterator[tuple[int, Draws | None]]:
+    """The children of `node` in the order in which they are tried, each with what it was drawn from, or None
+    if it was chosen deterministically."""
     groups = proposal.draws.get(node, ())
     for group in groups:
-        q = group.over(vocab)
+        q = group
         for child in group.children:
             yield child, q
             if not group.replacement:
-                q = without(q, proposal.tree.tokens[child])
+                q = q.without(proposal.tree.tokens[child])
     drawn = {child for group in groups for child in group.children}
     for child in proposal.tree.children(node):
         if child not in drawn:
@@ -204,15 +204,15 @@ def follow(tree: TokenTree, choice: Callable[[int], int]) -> Verdict:
         path.append(child)
 
 
-def acceptance(p: np.ndarray, q: np.ndarray | None, token: int) -> float:
-    """Probability of letting `token` stand, not capped at 1. p, q: [V]; q None: chosen deterministically."""
+def acceptance(p: np.ndarray, q: Draws | None, token: int) -> float:
+    """Probability of letting `token` stand, not capped at 1. p: [V]; q None: chosen deterministically."""
     if q is None:
         return float(p[token])
-    drawn = float(q[token])
+    drawn = q.probability(token)
     return float(p[token]) / drawn if drawn > 0 else 0.0
 
 
-def residual(p: np.ndarray, q: np.ndarray | None, token: int) -> np.ndarray:
+def residual(p: np.ndarray, q: Draws | None, token: int) -> np.ndarray:
     """What is left of the law p [V] once `token` is refused.
 
     In exact arithmetic something is left whenever refusing was possible; if rounding leaves nothing, p stays.
@@ -223,22 +223,5 @@ def residual(p: np.ndarray, q: np.ndarray | None, token: int) -> np.ndarray:
         left = p.copy()
         left[token] = 0
     else:
-        left = excess(p, q)
+        left = q.excess(p)
     return left if normalise_(left) else p
-
-
-def excess(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """max(p - q, 0)."""
-    left = p - q
-    return np.maximum(left, 0, out=left)
-
-
-def without(q: np.ndarray, token: int) -> np.ndarray:
-    """The law [V] of the next sibling, drawn without replacement: q with `token` struck out, renormalised.
-
-    All zero if nothing is left.
-    """
-    left = q.copy()
-    left[token] = 0
-    normalise_(left)
-    return left

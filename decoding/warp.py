@@ -56,10 +56,7 @@ class Warp:
             wide = logits.dtype == torch.float64
             return certain(choices(logits[None])(0), len(logits), np.float64 if wide else np.float32)
         law = self.softmax(logits).numpy(force=True)
-        if self.truncates:
-            truncate_(law, self.top_k, self.top_p, self.min_p)
-            normalise_(law)
-        return law
+        return truncated(law, self.top_k, self.top_p, self.min_p) if self.truncates else law
 
     def laws(self, logits: Tensor) -> Tensor:
         """The same of many: probabilities [..., V] of logits [..., V], on their device."""
@@ -112,39 +109,37 @@ def choices(logits: Tensor) -> Callable[[int], int]:
     return choice
 
 
-def truncate_(law: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0) -> None:
-    """Sets to 0, in place, what top-k, top-p and then min-p drop from `law` [V], of any mass."""
-    head = None
-    if 0 < top_k < len(law):
-        head = np.sort(np.partition(law, -top_k)[-top_k:])[::-1]
-        keep_from_(law, head[-1])
-    if top_p < 1:
-        keep_from_(law, nucleus_floor(law, head, top_p))
-    if min_p:
-        keep_from_(law, law.max() * law.dtype.type(min_p))
+def truncated(law: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """What top-k, then top-p and then min-p leave of `law` [V], normalised.
 
-
-def nucleus_floor(law: np.ndarray, head: np.ndarray | None, top_p: float) -> np.floating:
-    """The least entry in the smallest set of largest ones that holds the share `top_p` of the mass.
-
-    head: the largest of `law` [V] in descending order, the others being 0 or ties of its last; None: unknown.
+    Few entries stay of many, so all but the first look at the law is at those alone.
     """
-    mass = law.sum()
-    wanted = top_p * float(mass)
-    top = above(law, law.dtype.type(NUCLEUS) * mass) if head is None else head
+    mass = float(law.sum())
+    if not mass > 0:
+        return law  # of logits that are not finite, which drawing from it refuses
+    ids = candidates(law, mass, top_k, top_p, min_p)
+    values = law[ids]
+    keep = values >= values.max() * law.dtype.type(min_p)
+    if top_p < 1:
+        keep &= values >= nucleus_floor(values, top_p * (float(values.sum()) if top_k else mass))
+    left = np.zeros_like(law)
+    left[ids[keep]] = values[keep] * law.dtype.type(1 / float(values[keep].sum()))
+    return left
+
+
+def candidates(law: np.ndarray, mass: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Ids, ascending, among which is everything of `law` [V], of this mass, that may stay."""
+    if top_k:
+        return np.flatnonzero(law >= np.partition(law, -top_k)[-top_k] if top_k < len(law) else law)
+    if top_p < 1:
+        ids = np.flatnonzero(law > law.dtype.type(NUCLEUS * mass))
+        return ids if float(law[ids].sum()) >= top_p * mass else np.flatnonzero(law)
+    return np.flatnonzero(law >= law.max() * law.dtype.type(min_p))
+
+
+def nucleus_floor(values: np.ndarray, wanted: float) -> np.floating:
+    """The least of `values` [n] in the smallest set of largest ones that holds the mass `wanted`."""
+    top = np.sort(values)[::-1]
     held = top.cumsum(dtype=np.float64)
-    if head is None and not (len(top) and held[-1] >= wanted):
-        top = above(law, mass * 0)
-        held = top.cumsum(dtype=np.float64)
-    # Past the end only where ties with the last hold the rest, or where rounding leaves even the whole below.
+    # Past the end only where rounding leaves even the whole below.
     return top[min(int(held.searchsorted(wanted)), len(top) - 1)]
-
-
-def above(law: np.ndarray, floor: np.floating) -> np.ndarray:
-    """Those of `law` above `floor`, largest first."""
-    return np.sort(law[law > floor])[::-1]
-
-
-def keep_from_(law: np.ndarray, floor: np.floating) -> None:
-    """Sets to 0, in place, what is below `floor`."""
-    np.multiply(law, law >= floor, out=law)

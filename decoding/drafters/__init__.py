@@ -8,7 +8,7 @@ drafts with a network over its own cache, whether an EAGLE head or a small langu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from decoding.law import Law
 from decoding.randomness import Randomness
 from decoding.tree import TokenTree
+from decoding.warp import normalise_
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,52 @@ class Draws:
     ids: np.ndarray | None = None  # [Vd], the target id of each entry; None: the entries are the target's
     replacement: bool = False
 
+    def index(self, token: int) -> int | None:
+        """Where the law has the target's id `token`; None if nowhere."""
+        if self.ids is None:
+            return token
+        found = np.flatnonzero(self.ids == token)
+        return int(found[0]) if len(found) else None
+
+    def probability(self, token: int) -> float:
+        index = self.index(token)
+        return 0.0 if index is None else float(self.law[index])
+
     def over(self, vocab: int) -> np.ndarray:
         """The law [V] over the target's vocabulary; zero where the draft has no id."""
-        if self.ids is None or len(self.law) == vocab:
+        if self.ids is None:
             return self.law
         whole = np.zeros(vocab, dtype=self.law.dtype)
         whole[self.ids] = self.law
         return whole
+
+    def excess(self, p: np.ndarray) -> np.ndarray:
+        """max(p - q, 0) for a law p [V] and this q. Where the draft has no id, that is p."""
+        if self.ids is None:
+            return excess(p, self.law)
+        left = p.copy()
+        left[self.ids] = excess(p[self.ids], self.law)
+        return left
+
+    def without(self, token: int) -> Draws:
+        """The law of the next sibling, drawn without replacement: `token` struck out, renormalised; all zero
+        if nothing is left."""
+        index = self.index(token)
+        return self if index is None else replace(self, law=without(self.law, index))
+
+
+def without(law: np.ndarray, index: int) -> np.ndarray:
+    """`law` [n] with an entry struck out, renormalised; all zero if nothing is left."""
+    left = law.copy()
+    left[index] = 0
+    normalise_(left)
+    return left
+
+
+def excess(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """max(p - q, 0)."""
+    left = p - q
+    return np.maximum(left, 0, out=left)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from configs.schema import Proposal as Mode
 from decoding.decoder import Decoder
-from decoding.drafters import Draws, EachAlone, Proposal, Turn
+from decoding.drafters import Draws, EachAlone, Proposal, Turn, without
 from decoding.law import Law
 from decoding.randomness import Key, Purpose, Randomness
 from decoding.tree import TokenTree
-from decoding.verify import without
 from models.target import TargetOutput
 
 CHAIN = [-1, 0, 1]  # 0 - 1 - 2

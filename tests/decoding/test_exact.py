@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import decoding.decoder
+import decoding.drafters
 import decoding.verify
 from configs.schema import DecodeConfig
 from configs.schema import Proposal as Mode
@@ -257,7 +258,7 @@ MISTAKES: dict[str, tuple[Mutation, Mode, dict[str, Any]]] = {
     "unlikely draws dropped": (with_proposal(unlikely_draws_dropped), Mode.sampled, {}),
     "likelier of two draws kept": (with_proposal(likeliest_sibling_first), Mode.sampled, {"parent": PAIR}),
     "siblings' law not updated": (
-        patched(decoding.verify, "without", lambda q, token: q),
+        patched(decoding.drafters, "without", lambda law, index: law),
         Mode.sampled,
         {"parent": PAIR},
     ),

@@ -11,7 +11,7 @@ import pytest
 from decoding.drafters import Draws, Proposal
 from decoding.randomness import Key, Purpose, Seeded
 from decoding.tree import TokenTree
-from decoding.verify import follow, residual, verify, without
+from decoding.verify import follow, residual, verify
 
 
 class Scripted:
@@ -119,13 +119,13 @@ def test_forbidden_token_is_refused_even_by_the_smallest_number() -> None:
 
 
 def test_residual_without_mass_falls_back_to_p() -> None:
-    assert residual(P, P, 1) is P
+    assert residual(P, Draws(P, (1,)), 1) is P
     certain = np.array([0.0, 1.0])
     assert residual(certain, None, 1) is certain
 
 
 def test_exhausted_draft_law_stays_finite() -> None:
-    assert without(np.array([0.0, 1.0]), 1).tolist() == [0, 0]
+    assert Draws(np.array([0.0, 1.0]), (1,)).without(1).law.tolist() == [0, 0]
 
 
 def test_drawn_with_replacement_is_tried_as_often_as_drawn() -> None:
@@ -155,6 +155,10 @@ def test_groups_are_tried_one_after_the_other_each_with_its_law() -> None:
 def test_a_drafts_own_vocabulary_is_spread_over_the_targets() -> None:
     draws = Draws(np.array([0.25, 0.75]), (1,), np.array([0, 3]))
     assert draws.over(4).tolist() == [0.25, 0, 0, 0.75]
+    assert [draws.probability(token) for token in range(4)] == [0.25, 0, 0, 0.75]
+    assert draws.excess(np.array([0.5, 0.25, 0.0, 0.25])).tolist() == [0.25, 0.25, 0, 0]
+    assert draws.without(0).over(4).tolist() == [0, 0, 0, 1]
+    assert draws.without(1) is draws
 
 
 def test_following_certain_laws_is_verifying_them() -> None:

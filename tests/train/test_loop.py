@@ -94,6 +94,12 @@ def test_a_run_leaves_what_the_contract_names(overrides: list[str]) -> None:
     assert summary == json.loads((run / "summary.json").read_text())
 
 
+def test_more_steps_than_the_epochs_have_are_said(overrides: list[str]) -> None:
+    run, printed = train(overrides, "trainer.max_steps=99", "trainer.eval_every=0", "trainer.eval_prompts=1")
+    assert "trainer.max_steps=99, and trainer.epochs=2 have only 16 steps: training ends there." in printed
+    assert len(losses(run)) == 16
+
+
 def test_the_draft_loads_beside_its_target(overrides: list[str]) -> None:
     run, _ = train(overrides, *FEW)
     target = Target.load(compose(overrides).target)
