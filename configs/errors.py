@@ -27,3 +27,7 @@ class TrafficError(LeadoutError):
 
 class StorageError(LeadoutError):
     """A folder that cannot be written or a disk that is full."""
+
+
+class MeasurementError(LeadoutError):
+    """A file that is no measurement, or measurements that cannot be set side by side."""

@@ -2,7 +2,7 @@
 
 The configuration names the method, the resolved network, and fingerprints of the target and its tokenizer
 (design.md, contracts). A draft is useless, and silently so, beside any other target: loading compares, and
-refuses with the reason.
+refuses with the reason. Drafts that others wrote are read too, by models/imports.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from torch import Tensor
 
 from configs.errors import CheckpointError, ConfigError
 from models.files import write_folder
+from models.hub import is_hub_name, linked
 
 if TYPE_CHECKING:
     from models.target import Target
 
 FORMAT, SCHEMA = "leadout-draft", 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# Of published drafts, in the order of preference; training_args.bin and its kind are no weights.
+WEIGHT_PATTERNS = ("model-*.safetensors", "*.safetensors", "pytorch_model*.bin", "medusa_lm_head.pt")
 NATIVE = "leadout"  # where config.json is a plain model's own, what is ours stands under this key of it
 
 
@@ -65,10 +68,14 @@ def save_draft(folder: Path, draft: Any, target: Target, training: dict[str, Any
 def load_draft(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Any:
     """The network of the draft in `folder`, on the target's device, in `dtype` (None: the target's).
 
+    A published draft in another's format is read by `models.imports`, which prints how.
     Raises `CheckpointError` for files that are missing, truncated or incomplete, and for a draft that was
     trained for another target or tokenizer.
     """
     folder = Path(folder)
+    if is_published(folder):
+        published = importlib.import_module("models.imports").load_published(folder, target)
+        return published.to(dtype or target.dtype).eval().requires_grad_(False)
     config = read_config(folder)
     refuse_stranger(config, target, folder)
     try:
@@ -106,8 +113,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = config.get(NATIVE, config) if isinstance(config, dict) else config
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} describes no native Leadout draft (an exported one cannot be loaded back). Name the "
-            "draft/ folder of a run."
+            f"{path} describes no native Leadout draft, which is needed here. Name the draft/ folder of a "
+            "run, or make one of a published draft with python -m models.imports."
         )
     if config.get("schema") != SCHEMA:
         raise CheckpointError(
@@ -118,6 +125,29 @@ def read_config(folder: Path) -> dict[str, Any]:
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing)}. Copy or save the draft again.")
     return config
+
+
+def is_published(folder: Path) -> bool:
+    """Whether `folder` holds a draft of another's format. What cannot be read is not: reading says why."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    foreign = isinstance(config, dict) and NATIVE not in config and "format" not in config
+    return foreign and bool(weight_files(folder))
+
+
+def training_of(folder: Path) -> dict[str, Any] | None:
+    """What a draft's folder says about its training; None if others published it."""
+    return None if is_published(folder) else read_config(folder).get("training")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a draft's weights, safetensors where there are any; none if it holds no draft."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    found = (sorted(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS)
+    return next((files for files in found if files), [])
 
 
 def refuse_stranger(config: dict[str, Any], target: Target, folder: Path) -> None:
@@ -181,7 +211,8 @@ def find_draft(value: str, runs: Path, experiment: str) -> Path:
     """The draft folder that a configuration's `draft` means.
 
     value: a draft's folder, a run's folder (its `draft/`), an experiment's (its newest run that has a draft),
-    or `latest`: that of `experiment` below `runs`. Raises `CheckpointError` that says what is there instead.
+    `latest`: that of `experiment` below `runs`, or the hub's name of a published one, org/name or
+    org/name@revision. Raises `CheckpointError` that says what is there instead.
     """
     if value == "latest":
         return latest_draft(runs / experiment)
@@ -190,8 +221,11 @@ def find_draft(value: str, runs: Path, experiment: str) -> Path:
         if is_draft(candidate):
             return candidate
     if not folder.is_dir():
+        if is_hub_name(value):
+            return linked(value, runs)
         raise CheckpointError(
-            f"There is no folder {value}. Name a run's folder, a draft's folder, or latest."
+            f"There is no folder {value}. Name a run's folder, a draft's folder, a draft on the hub "
+            "(org/name), or latest."
         )
     if (folder / "checkpoints").is_dir():
         raise CheckpointError(f"The run {value} {unfinished(folder)}")
@@ -232,7 +266,7 @@ def unfinished(run: Path) -> str:
 
 
 def is_draft(folder: Path) -> bool:
-    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
+    return (folder / CONFIG).is_file() and bool(weight_files(folder))
 
 
 def called(identity: dict[str, Any]) -> str:

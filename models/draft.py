@@ -20,6 +20,7 @@ from models.files import write_json, write_tensors
 from models.target import Target
 
 INIT_STD = 0.02  # Llama's initializer_range
+EMBEDDING = "embed_tokens.weight"  # of a draft that does not read the target's
 
 
 @dataclass
@@ -83,11 +84,13 @@ class DraftNetwork(nn.Module):
     Shape: ClassVar[type[DraftShape]]
 
     def __init__(self, shape: Any, embedding: Tensor) -> None:
-        """embedding: [V, d], the target's; shared, frozen, and outside the state dict."""
+        """embedding: [V, d], the target's; shared, frozen, and outside the state dict (`bring_embedding` for
+        another)."""
         super().__init__()
         self.shape = shape
         # A plain attribute: no parameter to train or save, and `to(dtype)` leaves the target's bits alone.
         self.embedding = embedding.detach()
+        self.own_embedding = False  # the target's
         self.ready = False
         if not self.full_vocabulary:
             device = embedding.device
@@ -155,14 +158,22 @@ class DraftNetwork(nn.Module):
         self.t2d.zero_()
         self.t2d[ids] = True
 
+    def bring_embedding(self, embedding: Tensor) -> None:
+        """Takes a token embedding [V, d] in place of the target's, as some published drafts have one."""
+        self.embedding, self.own_embedding = embedding.detach(), True
+
     def write(self, folder: Path, config: dict[str, Any], target: Target) -> None:
         """Writes a checkpoint's files into an empty folder: `config` as it is, and the state dict."""
-        write_tensors(folder / WEIGHTS, self.state_dict())
+        brought = {EMBEDDING: self.embedding} if self.own_embedding else {}
+        write_tensors(folder / WEIGHTS, self.state_dict() | brought)
         write_json(folder / CONFIG, config)
 
     def read(self, folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         """The state dict that `write` wrote, on the CPU. Raises `CheckpointError`."""
-        return read_weights(folder / WEIGHTS)
+        state = read_weights(folder / WEIGHTS)
+        if EMBEDDING in state:
+            self.bring_embedding(state.pop(EMBEDDING).to(self.embedding.device, self.embedding.dtype))
+        return state
 
     def require_ready(self) -> None:
         """A flag, because looking for NaN in every forward would cost as much as the forward."""

@@ -1,18 +1,27 @@
-"""EAGLE-3 for vLLM and SGLang: two folders that differ in names and in what their engine can express.
+"""EAGLE-3 for six readers, and one folder that most of them read alike.
 
-Both are a plain HF config (`LlamaForCausalLMEagle3`, model type llama) with a safetensors file. Read from
-vLLM 0.32 and SGLang 0.5.23. Where engines disagree or fall silent, this file decides:
+| engine | layer 0 | taps | read from |
+|---|---|---|---|
+| `vllm` | `layers.0` | top-level ids | vLLM 0.32, `model_executor/models/llama_eagle3.py` |
+| `speculators` | `layers.0` | top-level ids | speculators 0.9.0, `models/eagle3/`; vLLM serves it too |
+| `sglang` | `midlayer` | `eagle_config`, one less | SGLang 0.5.23, `srt/models/llama_eagle3.py` |
+| `tensorrt_llm` | `midlayer` | the serving command | TensorRT-LLM, `_torch/models/modeling_speculative.py` |
+| `llama_cpp` | either | top-level ids | llama.cpp b11434, `conversion/llama.py`, into a GGUF file |
+| `portable` | `midlayer` | the default | the above; OpenVINO: optimum-intel 2.2, `exporters/openvino/` |
 
-- Tapped layers stand twice. Top-level `eagle_aux_hidden_state_layer_ids` are HF hidden_states indices (vLLM,
-  llama.cpp); those in `eagle_config` name the layer whose output is meant, one less (SGLang, which adds 1).
-- `norm_before_residual` is always written: without it a plain config means False, a speculators one True.
-- `norm_output` means here what both engines mean: the state fed to the next step is the normed one.
+All but `speculators` are a plain HF config (`LlamaForCausalLMEagle3`, model type llama). Where engines
+disagree or fall silent, this file decides:
+
+- Top-level `eagle_aux_hidden_state_layer_ids` are HF hidden_states indices (vLLM, llama.cpp); those in
+  `eagle_config` name the layer whose output is meant, one less (SGLang, which adds 1). Both are written.
+- `norm_before_residual` is always written: without it a plain config means False, a speculators one True. The
+  portable folder has no norm flags at all, because OpenVINO reads none and llama.cpp not all.
+- `norm_output` means here what vLLM and SGLang mean: the state fed to the next step is the normed one.
 - `d2t` holds offsets (target id = draft id + d2t[draft id]), `t2d` membership. A draft over the whole
-  vocabulary has neither, but keeps `draft_vocab_size`: without it SGLang would take the target's head.
-- `max_position_embeddings` is the target's: engines size the rotary table by it.
-- Rotary parameters stand in the new form (`rope_parameters`) and in the old (`rope_theta`, `rope_scaling`).
-- `embed_tokens` is left out, as engines share the target's; nothing else is added either, because vLLM stops
-  at a tensor it does not know and SGLang drops it without a word.
+  vocabulary has neither, but keeps `draft_vocab_size`: without it SGLang would take the target's head, and
+  llama.cpp a plain Llama.
+- `embed_tokens` is written only for readers that do not share the target's (speculators, OpenVINO); nothing
+  else is added, because vLLM stops at a tensor it does not know and SGLang drops it without a word.
 
 What an engine cannot express is refused: written anyway, it would be served as another network.
 """
@@ -28,161 +37,303 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.errors import CheckpointError
 from models.eagle3 import Eagle3, Eagle3Shape
+from models.export import gguf
+from models.export.agreement import expect, same
 from models.export.layout import Layout
-from models.export.reference import Reading, inverse_frequencies, rope_fields
+from models.export.llama import (
+    STORED_TOKENS,
+    Reason,
+    check_embedding,
+    check_length,
+    check_order,
+    check_rope,
+    check_tokens,
+    check_vocabulary,
+    in_float32,
+    layer_config,
+    refuse_for,
+    renamed,
+    sglang_command,
+    speculators_config,
+    starts,
+    tensors_of,
+    unlike_sglang,
+    unverifiable,
+    vllm_command,
+)
+from models.export.reference import TAPPED, Eagle3Reading
 from models.target import Target
 
-# The entries of rope_parameters that `models/export/reference.py` spells out, by rope type.
-YARN = "beta_fast beta_slow mscale mscale_all_dim attention_factor truncate"
-ROPE_KEYS = {
-    "default": "",
-    "linear": "factor",
-    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
-    "yarn": f"factor original_max_position_embeddings {YARN}",
-}
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
-TOLERANCE = 1e-5  # of the largest magnitude, in float32
 STEPS = 3  # recurrent draft steps compared
 ROWS = 6  # positions in the first of them
-FAR = 5000  # a position at which a wrong rotary table shows
 
 
 def vllm(draft: Eagle3, target: Target, embedding: bool = False) -> Layout:
-    """vLLM's names are the network's own. `embedding` adds an exact copy of the target's, which no engine
-    here needs."""
-    tensors = {name: tensor.detach() for name, tensor in draft.state_dict().items()}
+    """vLLM's names are the network's own. `embedding` adds an exact copy of the target's."""
+    tensors = tensors_of(draft)
     if embedding:
         tensors["embed_tokens.weight"] = target.embedding.detach()
     return Layout(tensors, config(draft, target), needs(draft.shape, "vLLM 0.32"))
 
 
 def sglang(draft: Eagle3, target: Target, embedding: bool = False) -> Layout:
-    """Layer 0 is `midlayer`, as in the paper's own checkpoints."""
     made = vllm(draft, target, embedding)
-    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in made.tensors.items()}
-    return Layout(tensors, made.config, needs(draft.shape, "SGLang 0.5.23"))
+    return Layout(renamed(made), made.config, needs(draft.shape, "SGLang 0.5.23"))
 
 
-LAYOUTS: dict[str, Callable[[Eagle3, Target], Layout]] = {"vllm": vllm, "sglang": sglang}
+def speculators(draft: Eagle3, target: Target) -> Layout:
+    made = vllm(draft, target, embedding=True)
+    shape = draft.shape
+    written = {
+        **speculators_config(
+            "eagle3", "Eagle3Speculator", layers_of(shape, draft, target), target, STORED_TOKENS
+        ),
+        "draft_vocab_size": shape.draft_vocab_size,
+        **{flag: getattr(shape, flag) for flag in FLAGS},
+        "embed_requires_grad": False,
+        TAPPED: shape.taps,
+    }
+    return Layout(made.tensors, written, made.needs)
 
 
-def serve(engine: str, target: str, folder: Path, draft_tokens: int) -> str:
-    """The command that serves the target with this draft. SGLang counts the root among its draft tokens."""
-    draft = str(folder.resolve())
-    if engine == "vllm":
-        settings = {"method": "eagle3", "model": draft, "num_speculative_tokens": draft_tokens}
-        return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(settings)])
-    words = ["python", "-m", "sglang.launch_server", "--model-path", target]
-    words += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft]
-    words += ["--speculative-num-steps", str(draft_tokens), "--speculative-eagle-topk", "1"]
-    return shlex.join([*words, "--speculative-num-draft-tokens", str(draft_tokens + 1)])
+def tensorrt_llm(draft: Eagle3, target: Target) -> Layout:
+    made = vllm(draft, target)
+    return Layout(renamed(made), made.config)
+
+
+def llama_cpp(draft: Eagle3, target: Target) -> Layout:
+    made = vllm(draft, target)
+    plain = draft.shape.taps == engines_taps(target) and not draft.shape.norm_before_fc
+    newer = None if plain else "norm_before_fc, or taps of its own: use llama.cpp b11434 or newer"
+    return Layout(made.tensors, made.config | original_context(draft.shape), newer)
+
+
+def portable(draft: Eagle3, target: Target) -> Layout:
+    """What vLLM, SGLang, llama.cpp and OpenVINO read alike: their default taps and no flag."""
+    if draft.shape.taps != engines_taps(target):
+        refuse_for(
+            "portable",
+            [
+                (
+                    True,
+                    f"OpenVINO GenAI taps {engines_taps(target)} whatever config.json says, and this draft "
+                    f"reads {draft.shape.taps}",
+                    f"method.network.taps={engines_taps(target)}".replace(" ", ""),
+                )
+            ],
+        )
+    made = sglang(draft, target, embedding=True)
+    apart = {*FLAGS, TAPPED, "eagle_config", "num_aux_hidden_states"}
+    kept = {name: value for name, value in made.config.items() if name not in apart}
+    note = (
+        "t2d is read by no engine, and embed_tokens by OpenVINO alone: others share the target's, its equal"
+    )
+    return Layout(made.tensors, kept | original_context(draft.shape), note)
+
+
+LAYOUTS: dict[str, Callable[[Eagle3, Target], Layout]] = {
+    "vllm": vllm,
+    "sglang": sglang,
+    "speculators": speculators,
+    "tensorrt_llm": tensorrt_llm,
+    "llama_cpp": llama_cpp,
+    "portable": portable,
+}
+
+
+def engines_taps(target: Target) -> list[int]:
+    """What every engine taps where config.json names no layers."""
+    return [2, target.num_layers // 2, target.num_layers - 3]
 
 
 def needs(shape: Eagle3Shape, engine: str) -> str | None:
-    """Older versions of both engines ignore these flags and serve another network without an error."""
+    """Older versions of vLLM and SGLang ignore these flags and serve another network without an error."""
     flags = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(shape, name)]
     if len(shape.taps) != 3:
         flags.append(f"{len(shape.taps)} taps")
     return f"{', '.join(flags)}: use {engine} or newer" if flags else None
 
 
+def layers_of(shape: Eagle3Shape, draft: Eagle3, target: Target) -> dict[str, Any]:
+    return {**layer_config(shape, draft, target), "num_aux_hidden_states": len(shape.taps)}
+
+
 def config(draft: Eagle3, target: Target) -> dict[str, Any]:
-    """config.json, the same for both engines."""
+    """config.json for those that read a plain one."""
     shape = draft.shape
-    dtype = str(draft.fc.weight.dtype).removeprefix("torch.")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "vocab_size": shape.vocab_size,
+        **layers_of(shape, draft, target),
         "draft_vocab_size": shape.draft_vocab_size,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": shape.max_position_embeddings,
-        **rope(shape),
-        "norm_before_residual": shape.norm_before_residual,
-        "norm_before_fc": shape.norm_before_fc,
-        "fc_norm": shape.fc_norm,
-        "norm_output": shape.norm_output,
-        "eagle_aux_hidden_state_layer_ids": shape.taps,
-        "num_aux_hidden_states": len(shape.taps),
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in shape.taps],
-        },
-        "bos_token_id": getattr(target.config, "bos_token_id", None),
-        "eos_token_id": getattr(target.config, "eos_token_id", None),
-        "pad_token_id": getattr(target.config, "pad_token_id", None),
-        "torch_dtype": dtype,
-        "dtype": dtype,
+        **{flag: getattr(shape, flag) for flag in FLAGS},
+        TAPPED: shape.taps,
+        "eagle_config": {"use_aux_hidden_state": True, TAPPED: [tap - 1 for tap in shape.taps]},
     }
 
 
-def rope(shape: Eagle3Shape) -> dict[str, Any]:
-    """The rotary parameters for readers of either form. transformers 5 lets `rope_scaling` win where both
-    stand."""
-    fields = {
-        name: value for name, value in shape.rope_parameters.items() if value is not None and name != "type"
-    }
-    scaling = {name: fields[name] for name in fields if name not in ("rope_theta", "partial_rotary_factor")}
-    written = {
-        "rope_parameters": fields,
-        "rope_theta": fields["rope_theta"],
-        "rope_scaling": None if fields["rope_type"] == "default" else scaling,
-    }
-    if "partial_rotary_factor" in fields:
-        written["partial_rotary_factor"] = fields["partial_rotary_factor"]
-    return written
+def original_context(shape: Eagle3Shape) -> dict[str, int]:
+    """llama.cpp's converter looks for llama3's original context beside the rotary parameters, not in them."""
+    key = "original_max_position_embeddings"
+    return {key: shape.rope_parameters[key]} if key in shape.rope_parameters else {}
+
+
+# ---- refusals ----
 
 
 def refuse(engine: str, draft: Eagle3) -> None:
     """Raises `CheckpointError` with every reason why `engine` would serve this draft as another network."""
-    reasons = [*unverifiable(draft.shape), *(beyond_sglang(draft.shape) if engine == "sglang" else [])]
-    if reasons:
-        raise CheckpointError(
-            f"This draft cannot be exported for {engine}: {'; '.join(reasons)}. Leave {engine} out of "
-            "export.engines, or train a draft without that."
-        )
+    shape: Eagle3Shape = draft.shape
+    beyond: dict[str, list[Reason]] = {
+        "vllm": [],
+        "sglang": beyond_sglang(shape),
+        "speculators": beyond_speculators(shape),
+        "tensorrt_llm": beyond_tensorrt_llm(shape),
+        "llama_cpp": beyond_llama_cpp(shape),
+        "portable": [*beyond_sglang(shape), *beyond_llama_cpp(shape), *beyond_openvino(shape)],
+    }
+    refuse_for(engine, [*unverifiable(shape), *beyond[engine]])
 
 
-def unverifiable(shape: Eagle3Shape) -> list[str]:
-    fields = {name for name, value in shape.rope_parameters.items() if value is not None}
-    kind = shape.rope_parameters["rope_type"]
-    if kind not in ROPE_KEYS:
-        return [f"the exporter can check rotary embeddings of type {', '.join(ROPE_KEYS)}, and not {kind!r}"]
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *ROPE_KEYS[kind].split()}
-    extra = sorted(fields - known)
-    return (
-        [f"its rotary parameters have {', '.join(extra)}, which the exporter cannot check"] if extra else []
-    )
-
-
-def beyond_sglang(shape: Eagle3Shape) -> list[str]:
-    rotated, attention = (
-        shape.rope_parameters.get(key) for key in ("partial_rotary_factor", "attention_factor")
-    )
-    found = [
-        (shape.norm_before_residual, "SGLang never reads norm_before_residual"),
+def beyond_sglang(shape: Eagle3Shape) -> list[Reason]:
+    return [
+        flagged(shape, "norm_before_residual", "SGLang never reads norm_before_residual"),
         (
             shape.layers > 1,
             "SGLang's versions name and wire a second layer differently (additional_layers, layers)",
+            "method.network.layers=1",
         ),
-        (rotated not in (None, 1.0), "SGLang rotates the whole head of a Llama draft, not a part of it"),
-        (attention is not None, "SGLang ignores YaRN's attention_factor"),
-        (len(shape.taps) == 1, "SGLang skips fc when there is one tap"),
-        (0 in shape.taps, "SGLang names tapped layers by their outputs, and hidden_states[0] is none"),
+        (len(shape.taps) == 1, "SGLang skips fc when there is one tap", "method.network.taps=null"),
+        first_tap(shape, "SGLang"),
+        *unlike_sglang(shape),
     ]
-    return [reason for holds, reason in found if holds]
+
+
+def beyond_speculators(shape: Eagle3Shape) -> list[Reason]:
+    both = shape.norm_before_fc and shape.fc_norm
+    return [
+        (
+            both,
+            "the speculators library takes one of norm_before_fc and fc_norm",
+            "method.network.norm_before_fc=false",
+        )
+    ]
+
+
+def beyond_tensorrt_llm(shape: Eagle3Shape) -> list[Reason]:
+    rotated = shape.rope_parameters.get("partial_rotary_factor")
+    return [
+        flagged(shape, "norm_before_residual", "TensorRT-LLM never reads norm_before_residual"),
+        *(
+            flagged(shape, name, f"not every release of TensorRT-LLM reads {name}")
+            for name in ("norm_before_fc", "fc_norm", "norm_output")
+        ),
+        (
+            shape.layers > 1,
+            "TensorRT-LLM gives further layers another norm (hidden_norm)",
+            "method.network.layers=1",
+        ),
+        (len(shape.taps) == 1, "TensorRT-LLM has no fc where there is one tap", "method.network.taps=null"),
+        first_tap(shape, "TensorRT-LLM"),
+        (
+            rotated not in (None, 1.0),
+            "TensorRT-LLM is not known to rotate a part of a Llama draft's head",
+            None,
+        ),
+    ]
+
+
+def beyond_llama_cpp(shape: Eagle3Shape) -> list[Reason]:
+    kind, rotated = (shape.rope_parameters.get(key) for key in ("rope_type", "partial_rotary_factor"))
+    return [
+        (
+            shape.layers > 1,
+            "llama.cpp reads one layer as EAGLE-3's and two as a plain Llama",
+            "method.network.layers=1",
+        ),
+        (len(shape.taps) != 3, "llama.cpp taps three layers", "method.network.taps=null"),
+        flagged(shape, "fc_norm", "llama.cpp has no fc_norm"),
+        flagged(shape, "norm_output", "llama.cpp has no norm_output"),
+        (
+            kind not in ("default", "linear", "llama3") or rotated not in (None, 1.0),
+            "llama.cpp's converter is not known to keep this draft's rotary embedding",
+            None,
+        ),
+    ]
+
+
+def beyond_openvino(shape: Eagle3Shape) -> list[Reason]:
+    """And SGLang knows no norm_before_residual, nor llama.cpp the others."""
+    return [
+        flagged(shape, "norm_before_fc", "OpenVINO has no norm_before_fc"),
+        (
+            shape.draft_vocab_size == shape.vocab_size,
+            "OpenVINO asks for a d2t, which vLLM takes only with a smaller vocabulary",
+            "method.network.draft_vocab_size=32000",
+        ),
+    ]
+
+
+def flagged(shape: Eagle3Shape, name: str, why: str) -> Reason:
+    return getattr(shape, name), why, f"method.network.{name}=false"
+
+
+def first_tap(shape: Eagle3Shape, engine: str) -> Reason:
+    why = f"{engine} names tapped layers by their outputs, and hidden_states[0] is none"
+    return 0 in shape.taps, why, "method.network.taps=null"
+
+
+# ---- commands ----
+
+
+def serve(engine: str, target: str, folder: Path, draft_tokens: int) -> str:
+    """The commands, line by line, that serve the target with this draft. vLLM reads a speculators folder."""
+    match engine:
+        case "vllm" | "speculators":
+            return vllm_command("eagle3", target, folder, draft_tokens)
+        case "sglang":
+            return sglang_command("EAGLE3", target, folder, draft_tokens)
+        case "tensorrt_llm":
+            return tensorrt_command(target, folder, draft_tokens)
+        case "llama_cpp":
+            return llama_cpp_commands(target, folder, draft_tokens)
+        case _:
+            openvino = ["optimum-cli", "export", "openvino", "-m", str(folder.resolve())]
+            openvino += ["--task", "text-generation-with-past", "--trust-remote-code", "draft-ov"]
+            readers = [
+                serve(reader, target, folder, draft_tokens) for reader in ("vllm", "sglang", "llama_cpp")
+            ]
+            return "\n".join([*readers, shlex.join(openvino)])
+
+
+def tensorrt_command(target: str, folder: Path, draft_tokens: int) -> str:
+    """It names layers by their outputs, and takes them from its own settings alone."""
+    taps = json.loads((folder / "config.json").read_text(encoding="utf-8"))[TAPPED]
+    settings = {
+        "decoding_type": "Eagle3",
+        "max_draft_len": draft_tokens,
+        "speculative_model": str(folder.resolve()),
+        "eagle3_layers_to_capture": [tap - 1 for tap in taps],
+    }
+    options = shlex.quote(json.dumps({"speculative_config": settings}))
+    return f"{shlex.join(['trtllm-serve', target])} --extra_llm_api_options <(echo {options})"
+
+
+def llama_cpp_commands(target: str, folder: Path, draft_tokens: int) -> str:
+    made = str(gguf.file(folder))
+    server = ["llama-server", "-m", "target.gguf", "-md", made]
+    server += ["--spec-type", "draft-eagle3", "--spec-draft-n-max", str(draft_tokens)]
+    lines = [
+        gguf.words(target, "target.gguf"),
+        gguf.words(str(folder.resolve()), made, target),
+        server,
+    ]
+    return "\n".join(shlex.join(words) for words in lines)
+
+
+# ---- the check ----
 
 
 @torch.no_grad()
@@ -192,44 +343,32 @@ def check(folder: Path, draft: Eagle3, target: Target) -> None:
 
     In float32, over recurrent steps, from the first position and from a far one, with random taps and tokens.
     """
-    trained = Eagle3(draft.shape, target.embedding.to("cpu", torch.float32)).eval()
-    trained.load_state_dict(draft.state_dict())
-    reading = Reading(folder, trained.embedding)
-    expect(torch.equal(reading.target_ids(), trained.draft_ids), "d2t gives other target ids")
-    expect(torch.equal(reading.embedding, trained.embedding), "embed_tokens is not the target's")
-    if not trained.full_vocabulary:
-        expect(
-            torch.equal(reading.tensors["t2d"].nonzero()[:, 0], reading.target_ids()), "t2d and d2t disagree"
-        )
-    check_rope(reading.config, trained)
-    far = min(FAR, trained.shape.max_position_embeddings - ROWS - STEPS)
-    for start in (0, max(far, 0)):
+    trained: Eagle3 = in_float32(draft, target)
+    reading = Eagle3Reading(folder, trained.embedding)
+    check_tokens(folder, reading, target)
+    check_embedding(reading, trained)
+    check_layers(reading, trained, target)
+    for start in starts(trained.shape, ROWS + STEPS):
         check_steps(reading, trained, start)
-    expect(not reading.unread, f"no reader asks for {', '.join(reading.unread)}")
+    reading.finish()
 
 
-def check_rope(config: dict[str, Any], trained: Eagle3) -> None:
-    """Readers of the new fields and of the old turn each dimension as the draft does. Compared by itself:
-    attention sees differences of positions only, and while its weights are small it hardly sees those."""
-    for reader in ("new", "old"):
-        fields = rope_fields(config, reader)
-        rotary = int(trained.shape.head_dim * fields.get("partial_rotary_factor", 1.0))
-        frequencies, magnitude = inverse_frequencies(fields, rotary)
-        equal = frequencies.shape == trained.rotary.frequencies.shape and torch.allclose(
-            frequencies, trained.rotary.frequencies, rtol=TOLERANCE, atol=0.0
-        )
+def check_layers(reading: Eagle3Reading, trained: Eagle3, target: Target) -> None:
+    """What goes in and comes out, apart from the layers: taps, rotary fields, vocabulary, fc's order."""
+    for engine, taps in reading.taps(target.num_layers).items():
         expect(
-            equal and abs(magnitude - trained.rotary.scaling) <= TOLERANCE,
-            f"its rotary fields in the {reader} form give other frequencies",
+            taps == trained.shape.taps,
+            f"{engine} would tap hidden_states {taps}, and the draft reads {trained.shape.taps}",
         )
+    check_vocabulary(reading, trained)
+    check_rope(reading.config, trained)
+    check_length(reading.config, trained)
+    check_order(reading, trained.fc.weight, [f"hidden_states[{tap}]" for tap in trained.taps])
 
 
-def check_steps(reading: Reading, trained: Eagle3, start: int) -> None:
+def check_steps(reading: Eagle3Reading, trained: Eagle3, start: int) -> None:
     """Each step appends the state of the last row as the next row, as a chain is drafted."""
-    generator = torch.Generator().manual_seed(start)
-    width = trained.shape.target_hidden_size * len(trained.taps)
-    taps = torch.randn(ROWS, width, generator=generator)
-    tokens = torch.randint(len(trained.embedding), (ROWS + STEPS,), generator=generator)
+    taps, tokens = drawn(trained, start)
     positions = torch.arange(start, start + ROWS + STEPS)
     theirs, ours = reading.fuse(taps), trained.fuse(taps[None])[0]
     same(theirs, ours, "fused taps")
@@ -242,13 +381,9 @@ def check_steps(reading: Reading, trained: Eagle3, start: int) -> None:
         theirs, ours = torch.cat([theirs, state[-1:]]), torch.cat([ours, expected[-1:]])
 
 
-def same(theirs: Tensor, ours: Tensor, what: str) -> None:
-    gap, size = float((theirs - ours).abs().max()), float(ours.abs().max())
-    expect(gap <= TOLERANCE * max(size, 1.0), f"{what} differ by {gap:.3g} (largest value {size:.3g})")
-
-
-def expect(holds: bool, fault: str) -> None:
-    if not holds:
-        raise RuntimeError(
-            f"The exported folder does not compute what the draft computes: {fault}. Nothing was kept."
-        )
+def drawn(trained: Eagle3, seed: int) -> tuple[Tensor, Tensor]:
+    """Random taps [ROWS, n_taps * d] and token ids [ROWS + STEPS]."""
+    generator = torch.Generator().manual_seed(seed)
+    width = trained.shape.target_hidden_size * len(trained.taps)
+    taps = torch.randn(ROWS, width, generator=generator)
+    return taps, torch.randint(len(trained.embedding), (ROWS + STEPS,), generator=generator)

@@ -1,4 +1,5 @@
-"""Exported folders: the six traps of toolkits.md §1.2, rotary variants, refusals, and kills in the middle."""
+"""EAGLE-3 for vLLM and SGLang: six traps, rotary variants, refusals, and kills in the middle. The folders of
+other engines and deliberate damage are in test_export_eagle3.py."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from configs.errors import CheckpointError
 from models.eagle3 import Eagle3
 from models.export.eagle3 import LAYOUTS, check, check_steps, refuse, serve, sglang, vllm
 from models.export.layout import Layout, write_export
-from models.export.reference import Reading, inverse_frequencies, rope_fields
+from models.export.reference import Eagle3Reading, inverse_frequencies, rope_fields
 from models.target import Target
 from tests.conftest import tiny_draft, tiny_target
 
@@ -136,7 +137,7 @@ def test_each_norm_flag_is_written_and_read(tmp_path: Path, target: Target, flag
 
 
 def test_norm_before_residual_is_always_written(tmp_path: Path, target: Target, draft: Eagle3) -> None:
-    for engine in LAYOUTS:
+    for engine in ("vllm", "sglang", "speculators", "tensorrt_llm", "llama_cpp"):
         config, _ = written(tmp_path / engine, draft, target, engine)
         assert config["norm_before_residual"] is False
 
@@ -178,7 +179,7 @@ def test_full_vocabulary_has_no_map_and_keeps_its_size(tmp_path: Path, target: T
     config, tensors = written(tmp_path / "e", draft, target, engine)
     assert not {"d2t", "t2d"} & set(tensors)
     assert config["draft_vocab_size"] == 64  # null would make SGLang take the target's head
-    assert Reading(tmp_path / "e", target.embedding).target_ids().tolist() == list(range(64))
+    assert Eagle3Reading(tmp_path / "e", target.embedding).vocabulary().tolist() == list(range(64))
 
 
 # ---- trap 6: the rotary table is sized by max_position_embeddings ----
@@ -246,7 +247,7 @@ def test_attention_turns_with_position(tmp_path: Path, target: Target, draft: Ea
     written(tmp_path / "e", draft, target)
     edit(tmp_path / "e", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
     with pytest.raises(RuntimeError, match="states at position 5, draft step 1 differ"):
-        check_steps(Reading(tmp_path / "e", target.embedding), draft, start=0)
+        check_steps(Eagle3Reading(tmp_path / "e", target.embedding), draft, start=0)
 
 
 def partial_draft(target: Target) -> Eagle3:
@@ -307,7 +308,7 @@ def test_stray_missing_and_changed_tensors_are_caught(tmp_path: Path, target: Ta
     with pytest.raises(RuntimeError, match="fused taps differ"):
         check(folder, draft, target)
     edit_tensors(folder, fc__weight=tensors["fc.weight"], norm__weight=None)
-    with pytest.raises(KeyError, match=r"norm\.weight"):
+    with pytest.raises(RuntimeError, match=r" norm\.weight is missing"):
         check(folder, draft, target)
 
 
