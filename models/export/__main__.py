@@ -22,6 +22,7 @@ from models.checkpoint import find_draft, load_draft
 from models.export import card, gguf
 from models.export.layout import Layout, write_export
 from models.files import ensure_writable
+from models.hub import push
 from models.target import Target
 
 USUAL = ("vllm", "sglang")
@@ -77,7 +78,10 @@ def export(config: Config, console: Console) -> list[Path]:
             "no other.",
             markup=False,
         )
-    return [output / engine for engine in layouts]
+    folders = [output / engine for engine in layouts]
+    if config.export.push:
+        console.print(push(folders, config.export.push), markup=False, soft_wrap=True)
+    return folders
 
 
 def say(console: Console, engine: str, folder: Path, layout: Layout, commands: Callable[[Path], str]) -> None:
@@ -99,6 +103,11 @@ def accepted(config: Config, method: Any, draft: Any) -> list[str]:
     """The engines to export for, each known and able to express the draft."""
     if not method.LAYOUTS:
         raise CheckpointError(method.UNREAD)
+    if getattr(draft, "own_embedding", False):
+        raise CheckpointError(
+            "This draft brings a token embedding of its own, and exports share the target's. Serve the "
+            "published files that it came from."
+        )
     engines = config.export.engines
     if engines is None:
         engines = [engine for engine in USUAL if engine in method.LAYOUTS]

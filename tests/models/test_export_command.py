@@ -78,3 +78,13 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
     config.export.output = str(tmp_path / "file" / "export")
     with pytest.raises(StorageError, match="Cannot write"):
         export(config, Console(file=io.StringIO()))
+
+
+def test_a_draft_with_an_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
+    config, target = configured(tmp_path), tiny_target()
+    draft = tiny_draft(target)
+    draft.bring_embedding(draft.embedding + 1)
+    save_draft(tmp_path / "brought", draft, target, {})
+    config.export.draft = str(tmp_path / "brought")
+    with pytest.raises(CheckpointError, match="token embedding of its own"):
+        export(config, Console(file=io.StringIO()))
