@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator
 
 from configs.errors import ConfigError
-from configs.schema import Config, Dtype, Optimizer, Replies, Schedule, Tree, Verification
+from configs.schema import Config, Dtype, Optimizer, Replies, Schedule, Strategy, Tree, Verification
 
 
 def check(config: Config) -> None:
     """Refuses, with a `ConfigError` that lists every problem, a configuration that cannot work."""
-    rules = (_run, _data, _regenerate, _trainer, _decode, _eval, _predict)
+    rules = (_run, _data, _regenerate, _trainer, _decode, _eval, _predict, _profile, _ab, _plan)
     if problems := [problem for rule in rules for problem in rule(config)]:
         raise ConfigError(" ".join(problems))
 
@@ -33,7 +33,7 @@ def _run(config: Config) -> Iterator[str]:
             "target.dtype=float16 with target.device=cpu: CPUs compute float16 slower than float32; "
             "use bfloat16, or float32 for exact comparisons."
         )
-    if not config.export.engines:
+    if config.export.engines == []:
         yield "export.engines is empty, so nothing would be written: name one, as in export.engines=[vllm]."
 
 
@@ -144,6 +144,31 @@ def _trainer(config: Config) -> Iterator[str]:
             "trainer.autocast=float16 needs loss scaling, which training does not do, so small gradients "
             "would become 0: use bfloat16 or float32."
         )
+    yield from _strategy(config)
+
+
+def _strategy(config: Config) -> Iterator[str]:
+    trainer, method = config.trainer, config.method
+    where = f"trainer.strategy={trainer.strategy.value}"
+    if trainer.strategy in (Strategy.zero2, Strategy.zero3) and trainer.optimizer is Optimizer.muon:
+        yield (
+            f"{where} cuts matrices into vectors, and trainer.optimizer=muon needs whole ones: set "
+            "trainer.optimizer=adamw, or trainer.strategy=fsdp2."
+        )
+    if trainer.strategy not in (Strategy.fsdp2, Strategy.zero3):
+        return
+    if trainer.ema is not None:
+        yield (
+            f"{where} leaves no process with whole weights, which trainer.ema={trainer.ema} averages: set "
+            "trainer.ema=null, or trainer.strategy=ddp."
+        )
+    if method.objective.get("on_policy"):
+        yield (
+            f"{where} leaves no process with whole weights, which method.objective.on_policy writes text with: "
+            "set it to 0, or trainer.strategy=ddp."
+        )
+    if method.name == "medusa2":
+        yield f"{where} cuts a draft, and method=medusa2 trains a part of the target: set trainer.strategy=ddp."
 
 
 def _decode(config: Config) -> Iterator[str]:
@@ -165,7 +190,7 @@ def _eval(config: Config) -> Iterator[str]:
     counts = ("max_prompts", "repeats", "bootstrap", "tree_prompts", "tree_depth")
     yield from _at_least(1, measure, "eval.", *counts, "lossless_prompts", "lossless_replies")
     yield from _at_least(2, measure, "eval.", "tree_nodes")
-    yield from _at_least(0, measure, "eval.", "warmup_prompts")
+    yield from _at_least(0, measure, "eval.", "warmup_prompts", "samples")
     yield from _within("(0, inf)", measure, "eval.", "max_load")
     yield from _within("(0, 1)", measure, "eval.", "confidence", "lossless_alpha")
     if not measure.lossless_temperature > 0:
@@ -177,6 +202,8 @@ def _eval(config: Config) -> Iterator[str]:
         yield "eval.temperatures is empty, so nothing would be measured: use eval.temperatures=[0.0]."
     for temperature in measure.temperatures or []:
         yield from _sampling(temperature, 1.0, "eval.")
+    if measure.batch_sizes is not None and min(measure.batch_sizes, default=0) < 1:
+        yield f"eval.batch_sizes={measure.batch_sizes}: name batch sizes, as in eval.batch_sizes=[1,4,8]."
     if measure.compare_generate and 0.0 not in (measure.temperatures or [config.decode.temperature]):
         yield (
             "eval.compare_generate compares greedy outputs token for token, and nothing is measured at 0.0: "
@@ -198,6 +225,47 @@ def _predict(config: Config) -> Iterator[str]:
         )
     if predict.devices > 1 and predict.device is None:
         yield f"predict.devices={predict.devices} without predict.device: only data sheets can be split."
+
+
+def _profile(config: Config) -> Iterator[str]:
+    profile = config.profile
+    for name, example in (("contexts", "[64,512]"), ("batch_sizes", "[1,4]")):
+        values = getattr(profile, name)
+        if not values or min(values) < 1:
+            yield f"profile.{name}={values}: name one or more, each at least 1, as in {example}."
+    yield from _at_least(4, profile, "profile.", "steps")
+    if profile.bandwidth is not None:
+        yield from _within("(0, inf)", profile, "profile.", "bandwidth")
+
+
+def _ab(config: Config) -> Iterator[str]:
+    ab = config.ab
+    yield from _at_least(1, ab, "ab.", "concurrency", "block", "attempts")
+    yield from _within("(0, inf)", ab, "ab.", "timeout")
+    if ab.rate is not None:
+        yield from _within("(0, inf)", ab, "ab.", "rate")
+    elif ab.concurrency is None:
+        yield "ab.concurrency and ab.rate are both null, so nothing would be sent: set one of them."
+    for name, url in (("a", ab.a), ("b", ab.b)):
+        if url and not url.startswith(("http://", "https://")):
+            yield f"ab.{name}={url!r} is not a URL: write it with its scheme, as in http://localhost:8000/v1."
+
+
+def _plan(config: Config) -> Iterator[str]:
+    plan = config.plan
+    yield from _at_least(1, plan, "plan.", "devices", "target_over", "rows")
+    yield from _at_least(2, plan, "plan.", "length")
+    if plan.cost_per_hour is not None:
+        yield from _within("[0, inf)", plan, "plan.", "cost_per_hour")
+    if plan.target_over > plan.devices:
+        yield (
+            f"plan.target_over={plan.target_over} is more than plan.devices={plan.devices}: raise the second."
+        )
+    if plan.length is not None and plan.length > config.data.max_length:
+        yield (
+            f"plan.length={plan.length} exceeds data.max_length={config.data.max_length}, at which rows are cut: "
+            "lower it."
+        )
 
 
 def _sampling(temperature: float, top_p: float, prefix: str) -> Iterator[str]:

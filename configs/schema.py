@@ -56,6 +56,14 @@ class Schedule(Enum):
     constant = "constant"
 
 
+class Strategy(Enum):  # how training is shared by several processes (train/strategies.py)
+    none = "none"  # one process
+    ddp = "ddp"  # each has everything; gradients are averaged
+    fsdp2 = "fsdp2"  # weights, gradients and optimiser states are cut over them
+    zero2 = "zero2"  # DeepSpeed: gradients and optimiser states are cut
+    zero3 = "zero3"  # DeepSpeed: weights too
+
+
 class Proposal(Enum):
     sampled = "sampled"  # draw from the draft's warped law; accepted with min(1, p/q)
     greedy = "greedy"  # take the draft's argmax; accepted with p
@@ -84,6 +92,12 @@ class StopDrafting(Enum):
     confidence = "confidence"  # once the draft's probability of its token is below `stop_threshold`
     joint = "joint"  # once the product of the predicted acceptances is below 1 - `stop_threshold` (SpecDec++)
     marginal = "marginal"  # while one more token is expected to pay, by measured costs
+
+
+class Embedding(Enum):
+    auto = "auto"  # the target's if the draft's is a copy of it; otherwise what models/imports can tell
+    own = "own"  # the one in the draft's files
+    target = "target"  # the target's, whatever the files hold
 
 
 class WandbMode(Enum):
@@ -152,7 +166,7 @@ class TrainerConfig:
     epochs: int = 2
     max_steps: int | None = None  # optimiser steps; ends the run early
     batch_tokens: int = 8192  # padded tokens per micro-batch; a longer row is a batch of its own
-    accumulation: int = 1  # micro-batches per optimiser step
+    accumulation: int = 1  # micro-batches per optimiser step, of all processes together
     optimizer: Optimizer = Optimizer.adamw
     lr: float = 1e-4  # AdamW's; the schedule multiplies both rates
     muon_lr: float | None = None  # Muon's, whose updates are scaled to the size of AdamW's; None: lr
@@ -174,6 +188,7 @@ class TrainerConfig:
     eval_new_tokens: int = 64
     patience: int | None = None  # held-out measurements without a new best that end the run; None: never
     resume: str = "auto"  # auto: go on with this configuration's unfinished run; never; or a run's folder
+    strategy: Strategy = Strategy.none  # `accumulation` and `batch_tokens` mean the same in all of them
 
 
 @dataclass
@@ -206,7 +221,7 @@ class DecodeConfig:
 @dataclass
 class EvalConfig:
     draft: str = (
-        "latest"  # a run's folder, a draft's folder, or latest: this experiment's newest finished draft
+        "latest"  # a run's folder, a draft's, its name on the hub, or latest: this experiment's newest
     )
     output: str | None = None  # None: measure/ in the draft's run
     max_prompts: int = 48  # taken evenly over the categories
@@ -226,6 +241,9 @@ class EvalConfig:
     lossless_replies: int = 4  # eval.lossless: drawn for each prompt, of decode.max_new_tokens at most
     lossless_temperature: float = 1.0  # eval.lossless: what they are drawn at, where decode.temperature is 0
     lossless_alpha: float = 1e-3  # eval.lossless: chance of an alarm for a draft that is lossless
+    batch_sizes: list[int] | None = None  # eval.measure: to measure at; None: decode.batch_size alone
+    recall_tokens: list[int] = field(default_factory=list)  # eval.measure: lengths of prompts to be made
+    samples: int = 6  # eval.measure: replies whose text is kept for the report; 0: no text of the traffic
 
 
 @dataclass
@@ -240,10 +258,56 @@ class PredictConfig:
 
 
 @dataclass
+class ProfileConfig:
+    contexts: list[int] = field(default_factory=lambda: [64, 512])  # tokens of prompt behind which rounds run
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4])
+    steps: int = 16  # rounds timed with nothing but a clock around them, and as many by part
+    bandwidth: float | None = None  # of memory, in GB/s, as from a data sheet; None: measured here
+    trace: bool = False  # also write trace.json, for Perfetto
+    output: str | None = None  # None: beside measure.json, or in the experiment's folder without a draft
+
+
+@dataclass
+class AbConfig:
+    a: str | None = None  # base URL of an OpenAI-compatible server, the one that ratios B / A compare with
+    b: str | None = None  # of the other
+    model: str | None = None  # name to ask both for; None: the first that each lists
+    concurrency: int | None = 1  # requests under way in the closed loop; None: no closed loop
+    rate: float | None = None  # requests per second of an open loop, Poisson arrivals; None: no open loop
+    block: int | None = None  # prompts to one side before the other gets them; None: by the load (eval/ab.py)
+    attempts: int = 1  # tries of a request; what is asked again is counted, and the wait is in its times
+    timeout: float = 600.0  # seconds without a byte after which a request has failed
+    output: str | None = None  # None: ab/ in the experiment's folder
+
+
+@dataclass
 class ExportConfig:
-    engines: list[str] = field(default_factory=lambda: ["vllm", "sglang"])
+    engines: list[str] | None = None  # None: vllm and sglang, whichever of them serve the method
     draft: str = "latest"
     output: str | None = None  # None: export/ in the draft's run
+    llama_cpp: str | None = None  # a llama.cpp checkout, to convert to GGUF with; None: print the command
+    licence: str | None = None  # the target's, for the model card; None: what the target's own card says
+    push: str | None = None  # also upload the folder to this repository of the hub, org/name
+
+
+@dataclass
+class ImportsConfig:
+    draft: str | None = None  # models.imports: a published draft's folder, or its name on the hub
+    output: str | None = None  # None: imports/ and the draft's name, below runs
+    taps: list[int] | None = None  # HF hidden_states indices, for files that do not say, or say it wrongly
+    norm_before_residual: bool | None = None  # EAGLE-3's, likewise
+    embedding: Embedding = Embedding.auto
+
+
+@dataclass
+class PlanConfig:
+    device: str | None = None  # a data sheet's name (eval/roofline.py); None: h100, or this machine for a CPU
+    devices: int = 1  # that the run has
+    target_over: int = 1  # devices that each hold a part of the target; training itself has it whole on each
+    rows: int | None = None  # training rows; None: those prepared, else 100 000
+    length: int | None = None  # their mean tokens; None: those prepared, else half of data.max_length
+    cost_per_hour: float | None = None  # of one device
+    output: str | None = None  # None: the experiment's folder
 
 
 @dataclass
@@ -266,8 +330,12 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    ab: AbConfig = field(default_factory=AbConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    imports: ImportsConfig = field(default_factory=ImportsConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 def typed(cls: type[T], values: dict[str, Any], where: str) -> T:

@@ -50,26 +50,16 @@ class Server:
         self, cfg: RegenerateConfig, template: Template, seed: int, longest_wait: float = 30.0
     ) -> None:
         assert cfg.server is not None
-        base = cfg.server.rstrip("/")
-        self.url = f"{base.removesuffix('/v1')}/v1/chat/completions"
+        self.url = f"{root_of(cfg.server)}/v1/chat/completions"
         self.cfg = cfg
         self.template = template
         self.seed = seed
-        key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers=key_header(),
             timeout=httpx.Timeout(600.0, connect=10.0),
             limits=httpx.Limits(max_connections=cfg.concurrency),
         )
-        backoff = wait_exponential_jitter(
-            initial=min(0.5, longest_wait), max=longest_wait, jitter=min(1.0, longest_wait)
-        )
-        self.retrying = Retrying(
-            retry=retry_if_exception_type(Unavailable),
-            stop=stop_after_attempt(ATTEMPTS),
-            wait=lambda state: max(backoff(state), min(asked_wait(state), longest_wait)),
-            reraise=True,
-        )
+        self.retrying = Retrying(**patience(ATTEMPTS, longest_wait))
 
     def answer(self, row: dict[str, Any]) -> tuple[list[int], str]:
         """(reply ids, finish) for a row of train.jsonl.
@@ -105,15 +95,14 @@ class Server:
         return response
 
     def request(self, row: dict[str, Any]) -> dict[str, Any]:
-        body = {
+        return {
             "model": self.cfg.server_model,
-            "messages": [openai_form(turn) for turn in prompt_of(row["messages"])],
             "max_tokens": self.cfg.max_new_tokens,
             "temperature": self.cfg.temperature,
             "top_p": self.cfg.top_p,
             "seed": self.seed,
+            **question(row),
         }
-        return body | {name: row[name] for name in ("tools", "response_format") if name in row}
 
     def read(self, row: dict[str, Any], response: httpx.Response) -> tuple[list[int], str]:
         try:
@@ -134,6 +123,37 @@ class Server:
             prompt_of(row["messages"]), row.get("tools"), turn, ended=reason != "length"
         )
         return ids, "length" if reason == "length" else "eos"
+
+
+def root_of(base: str) -> str:
+    """Where a server begins; its base URL may end with /v1 or not."""
+    return base.rstrip("/").removesuffix("/v1")
+
+
+def key_header() -> dict[str, str]:
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def patience(attempts: int, longest_wait: float) -> dict[str, Any]:
+    """How what is `Unavailable` is asked for again, as arguments of tenacity's Retrying and AsyncRetrying:
+    after 0.5 s, then twice as long each time, or as long as the server asks for; never longer than
+    `longest_wait` seconds."""
+    backoff = wait_exponential_jitter(
+        initial=min(0.5, longest_wait), max=longest_wait, jitter=min(1.0, longest_wait)
+    )
+    return {
+        "retry": retry_if_exception_type(Unavailable),
+        "stop": stop_after_attempt(attempts),
+        "wait": lambda state: max(backoff(state), min(asked_wait(state), longest_wait)),
+        "reraise": True,
+    }
+
+
+def question(row: dict[str, Any]) -> dict[str, Any]:
+    """What a request says of a prompt: its messages, and the tools and the form of reply that it has."""
+    asked = {"messages": [openai_form(turn) for turn in prompt_of(row["messages"])]}
+    return asked | {name: row[name] for name in ("tools", "response_format") if name in row}
 
 
 def openai_form(turn: dict[str, Any]) -> dict[str, Any]:

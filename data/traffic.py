@@ -43,6 +43,10 @@ SHAREGPT_ROLES = {
 }
 FILE_ENDINGS = (".jsonl", ".json", ".gz", ".ndjson")
 NO_CATEGORY = "uncategorised"
+# The kinds of MT-bench's questions 81 to 160, which are one of Spec-Bench's six categories.
+MT_BENCH = frozenset(
+    {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+)
 SHOWN = 5  # refused lines printed per source
 
 
@@ -149,12 +153,21 @@ def conversation(row: Any, category: str | None = None) -> Conversation:
     named = next((row[key] for key in ("id", "question_id") if key in row), None)
     return Conversation(
         id=str(named) if named is not None else digest(prompt_of(messages))[:16],
-        category=str(row.get("category") or category or NO_CATEGORY),
+        category=category_of(row) or category or NO_CATEGORY,
         messages=messages,
         tools=objects(asked.get("tools"), "tools"),
         response_format=asked.get("response_format"),
         turns=turns,
     )
+
+
+def category_of(row: dict[str, Any]) -> str | None:
+    """The row's own category; of Spec-Bench's files (Xia et al. 2024) one of the six that they are reported
+    in."""
+    name, number = str(row.get("category") or ""), row.get("question_id")
+    if "turns" in row and name in MT_BENCH and isinstance(number, int) and 81 <= number <= 160:
+        return "mt_bench"
+    return name or None
 
 
 def chat(turns: Any) -> list[Message]:

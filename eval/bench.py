@@ -1,5 +1,10 @@
 """Decoding the same prompts plainly and speculatively, in turn, with every pair on the disk before the next
-begins."""
+begins.
+
+One step decodes one batch both ways: `batch_size` prompts together, a single one where that is 1. A last
+batch that is short is filled up with prompts it has already, whose second runs keep the batch full and do not
+count. Conversations go turn by turn within their step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import dataclass, field
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +25,87 @@ from torch import nn
 
 from configs.errors import ConfigError
 from configs.schema import Config, DecodeConfig, Tree
+from data.generate import loops
+from data.template import Template
 from data.tokens import Prompt
 from decoding.build import build_decoder, shape_of
+from decoding.clock import now
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
-from decoding.sequence import Generation, Params, Round
+from decoding.sequence import Generation, Params, Request, Round
 from decoding.verify import lossless
+from eval.dialogue import Dialogue
 from eval.generate import generate
 from eval.machine import Contention, PeakMemory
-from eval.rows import Conditions, Divergence, Pair, Run
+from eval.memory import cache_bytes
+from eval.rows import Conditions, Divergence, Pair, Run, shares
 from eval.terminal import bar
+from models.checkpoint import CONFIG, weight_files
 from models.files import append_line, open_append, read_lines, sha256_file
 from models.target import Target
 
-Step = tuple[int, float, Prompt]  # repeat, temperature, prompt
+Place = tuple[int, float, int, int]  # repeat, temperature, batch size, which batch
+SIDES = ("plain", "draft")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch to be decoded both ways."""
+
+    repeat: int
+    temperature: float
+    batch_size: int
+    batch: int  # which one of this size
+    members: tuple[Dialogue, ...]
+
+    @property
+    def place(self) -> Place:
+        return self.repeat, self.temperature, self.batch_size, self.batch
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of a step: a pair for each prompt, and the state of the machine around them."""
+
+    pairs: list[Pair]
+    others: float  # share of the processors that others used
+    caches: dict[str, list[int]] = field(default_factory=dict)  # by side: bytes (the target's, the drafter's)
+
+    @property
+    def place(self) -> Place:
+        first = self.pairs[0]
+        return first.repeat, first.temperature, first.batch_size, first.batch
+
+    @classmethod
+    def from_dict(cls, line: dict[str, Any]) -> Measured:
+        return cls([Pair.from_dict(pair) for pair in line["pairs"]], line["others"], line["caches"])
 
 
 class Bench:
-    """The two decoders, and how a pair of runs is made."""
+    """The decoders, and how a pair of runs is made."""
 
     def __init__(self, config: Config, target: Target, draft: nn.Module, name: str = "draft") -> None:
         """name: tells the draft from others where its costs are kept."""
         self.config = config
         self.target = target
+        self.draft = draft
+        self.name = name
         self.method = str(draft.method)
-        self.decoders = {
-            "plain": Decoder(target, PlainDrafter()),
-            "draft": build_decoder(target, draft, config.decode, name),
+        self.decoders = self.build(config.decode.batch_size)
+        self.by_size = {config.decode.batch_size: self.decoders}
+
+    def build(self, batch_size: int) -> dict[str, Decoder]:
+        decode = dataclasses.replace(self.config.decode, batch_size=batch_size)
+        return {
+            "plain": Decoder(self.target, PlainDrafter(), batch_size),
+            "draft": build_decoder(self.target, self.draft, decode, self.name),
         }
+
+    def at(self, batch_size: int) -> dict[str, Decoder]:
+        """The two decoders of a batch size."""
+        if batch_size not in self.by_size:
+            self.by_size[batch_size] = self.build(batch_size)
+        return self.by_size[batch_size]
 
     def conditions(self) -> Conditions:
         decode, measured = self.config.decode, self.config.eval
@@ -63,7 +122,6 @@ class Bench:
             stop_drafting=decode.stop_drafting.value if decode.tree is Tree.chain else None,
             verification=decode.verification.value,
             lossless=lossless(decode.verification),
-            batch_size=decode.batch_size,
             top_k=decode.top_k,
             top_p=decode.top_p,
             confidence=measured.confidence,
@@ -71,65 +129,120 @@ class Bench:
             seed=self.config.seed,
         )
 
-    def run(
-        self, chosen: Sequence[Prompt], partial: Partial, console: Console
-    ) -> tuple[list[Pair], list[float]]:
-        """All pairs, an interrupted run's included, and the share of the machine that others used in each."""
-        plan = list(product(range(self.config.eval.repeats), temperatures(self.config), chosen))
+    def run(self, chosen: Sequence[Dialogue], partial: Partial, console: Console) -> list[Measured]:
+        """Every step, an interrupted run's included."""
+        plan = steps(self.config, chosen)
         todo = [
             (first, step)
             for first, step in zip(turns(plan), plan, strict=True)
-            if place(step) not in partial.done
+            if step.place not in partial.done
         ]
         if todo:
             self.warm_up(chosen)
         if not console.is_terminal:  # where no bar shows how much there is to wait for
-            console.print(f"{len(todo)} pairs of runs to measure.")
+            console.print(f"{sum(len(step.members) for _, step in todo)} pairs of runs to measure.")
         with partial, bar(console) as progress:
-            task = progress.add_task("measuring", total=len(plan), completed=len(plan) - len(todo))
-            for first, (repeat, temperature, prompt) in todo:
+            done = sum(len(step.members) for step in plan if step.place in partial.done)
+            task = progress.add_task("measuring", total=sum(len(s.members) for s in plan), completed=done)
+            for first, step in todo:
                 watch = Contention()
-                pair = self.pair(prompt, temperature, repeat, first)
-                partial.add(pair, watch.share())
-                progress.advance(task)
-        kept = [partial.done[place(step)] for step in plan]
-        return [pair for pair, _ in kept], [share for _, share in kept]
+                pairs = self.pairs(step, first)
+                caches = {side: list(cache_bytes(self.at(step.batch_size)[side])) for side in SIDES}
+                partial.add(Measured(pairs, watch.share(), caches))
+                progress.advance(task, len(step.members))
+        return [partial.done[step.place] for step in plan]
 
-    def warm_up(self, chosen: Sequence[Prompt]) -> None:
+    def warm_up(self, chosen: Sequence[Dialogue]) -> None:
         """Runs whose times are thrown away: first calls allocate, compile and fill caches."""
-        for prompt in chosen[: self.config.eval.warmup_prompts]:
-            for decoder in self.decoders.values():
-                decoder.generate(prompt.ids, self.params(prompt, temperatures(self.config)[0], 0))
+        warm = chosen[: self.config.eval.warmup_prompts]
+        for size in batch_sizes(self.config) if warm else ():
+            asked = [dialogue.prompt for dialogue in islice(cycle(warm), max(size, len(warm)))]
+            params = [self.params(prompt, temperatures(self.config)[0], 0) for prompt in asked]
+            for side in SIDES:
+                self.decode(side, size, asked, params)
 
-    def params(self, prompt: Prompt, temperature: float, repeat: int) -> Params:
-        """The run's parameters; prompts and repeats draw different random numbers, both ways of decoding the
-        same."""
-        seed = seed_of(self.config.seed, repeat, prompt)
+    def params(self, prompt: Prompt, temperature: float, repeat: int, turn: int = 0) -> Params:
+        """The run's parameters; prompts, their turns and repeats draw different random numbers, both ways of
+        decoding the same."""
+        named = dataclasses.replace(prompt, id=f"{prompt.id} {turn}") if turn else prompt
+        seed = seed_of(self.config.seed, repeat, named)
         return dataclasses.replace(Params.of(self.config.decode, seed), temperature=temperature)
 
-    def pair(self, prompt: Prompt, temperature: float, repeat: int, first: str) -> Pair:
-        params = self.params(prompt, temperature, repeat)
-        order = ("plain", "draft") if first == "plain" else ("draft", "plain")
-        runs = {side: self.time(side, prompt, params) for side in order}
-        plain, drafted = runs["plain"], runs["draft"]
-        greedy = temperature == 0
-        compared = self.compare_generate(prompt, params, plain, drafted) if greedy and repeat == 0 else None
-        return Pair(
-            prompt=prompt.id,
-            category=prompt.category,
-            prompt_tokens=len(prompt.ids),
-            temperature=temperature,
-            repeat=repeat,
-            first=first,
-            plain=plain,
-            draft=drafted,
-            divergence=self.divergence(prompt.ids, plain.tokens, drafted.tokens) if greedy else None,
-            generate=compared,
-        )
+    def pairs(self, step: Step, first: str) -> list[Pair]:
+        """A pair for each prompt of the batch, and for each later turn that its conversation has."""
+        made: list[Pair] = []
+        asked = list(step.members)
+        while asked:
+            found = self.turn(step, asked, first)
+            made += found
+            asked = self.next_turns(asked, found)
+        return made
 
-    def time(self, side: str, prompt: Prompt, params: Params) -> Run:
+    def next_turns(self, asked: Sequence[Dialogue], answered: Sequence[Pair]) -> list[Dialogue]:
+        """The conversations that go on, without those that the target's context would cut off."""
+        going = [(one, pair) for one, pair in zip(asked, answered, strict=True) if one.turns]
+        if not going:
+            return []
+        template = Template.of(self.target)
+        onward = [one.then(template, pair.plain.tokens) for one, pair in going]
+        context = getattr(self.target.config, "max_position_embeddings", None)
+        room = self.config.decode.max_new_tokens
+        return [one for one in onward if context is None or len(one.prompt.ids) + room <= context]
+
+    def turn(self, step: Step, asked: Sequence[Dialogue], first: str) -> list[Pair]:
+        """One turn of the batch, both ways."""
+        prompts = [one.prompt for one in islice(cycle(asked), max(step.batch_size, len(asked)))]
+        turn = asked[0].turn
+        params = [self.params(prompt, step.temperature, step.repeat, turn) for prompt in prompts]
+        runs = {
+            side: self.decode(side, step.batch_size, prompts, params)
+            for side in (SIDES if first == "plain" else SIDES[::-1])
+        }
+        greedy = step.temperature == 0
+        once = greedy and step.repeat == 0 and step.batch_size == batch_sizes(self.config)[0]
+        return [
+            Pair(
+                prompt=one.prompt.id,
+                category=one.prompt.category,
+                prompt_tokens=len(one.prompt.ids),
+                temperature=step.temperature,
+                repeat=step.repeat,
+                first=first,
+                plain=plain,
+                draft=drafted,
+                divergence=self.divergence(one.prompt.ids, plain.tokens, drafted.tokens) if greedy else None,
+                generate=self.compare_generate(one.prompt, own, plain, drafted) if once else None,
+                batch_size=step.batch_size,
+                batch=step.batch,
+                turn=turn,
+                probe=one.probe,
+            )
+            for one, own, plain, drafted in zip(asked, params, runs["plain"], runs["draft"], strict=False)
+        ]
+
+    def decode(
+        self, side: str, batch_size: int, prompts: Sequence[Prompt], params: Sequence[Params]
+    ) -> list[Run]:
+        """One run for each prompt, decoded together; each bears the share of the time that is its own."""
+        decoder = self.at(batch_size)[side]
         memory = PeakMemory(self.target.device)
-        return as_run(self.decoders[side].generate(prompt.ids, params), memory.mb())
+        if batch_size == 1:
+            return [
+                as_run(decoder.generate(prompt.ids, own), memory.mb())
+                for prompt, own in zip(prompts, params, strict=True)
+            ]
+        ended: dict[int, float] = {}
+        made = decoder.generate_all(
+            [Request(prompt.ids, own) for prompt, own in zip(prompts, params, strict=True)],
+            on_end=lambda i, _: ended.update({i: now(self.target.device)}),
+        )
+        peak = memory.mb()
+        spans = [(ended[i] - one.seconds, ended[i]) for i, one in enumerate(made)]
+        decoding = [(begin + one.prefill_seconds, end) for one, (begin, end) in zip(made, spans, strict=True)]
+        return [
+            dataclasses.replace(as_run(one, peak), share=share, decode_share=decode_share)
+            for one, share, decode_share in zip(made, shares(spans), shares(decoding), strict=True)
+        ]
 
     def divergence(
         self, prompt_ids: Sequence[int], plain: list[int], drafted: list[int]
@@ -184,17 +297,28 @@ def temperatures(config: Config) -> list[float]:
     return [config.decode.temperature] if asked is None else list(dict.fromkeys(asked))
 
 
+def batch_sizes(config: Config) -> list[int]:
+    """What is measured at, each once."""
+    asked = config.eval.batch_sizes
+    return [config.decode.batch_size] if asked is None else list(dict.fromkeys(asked))
+
+
+def steps(config: Config, chosen: Sequence[Dialogue]) -> list[Step]:
+    """Every batch of every setting, in the order of measuring."""
+    settings = product(range(config.eval.repeats), temperatures(config), batch_sizes(config))
+    return [
+        Step(repeat, temperature, size, batch, tuple(chosen[start : start + size]))
+        for repeat, temperature, size in settings
+        for batch, start in enumerate(range(0, len(chosen), size))
+    ]
+
+
 def check_decoding(decode: DecodeConfig) -> None:
     """Refuses, before a model is loaded, what cannot be measured, or would not be what it says."""
     if decode.draft_tokens == 0:
         raise ConfigError(
             "decode.draft_tokens=0 drafts nothing, so plain decoding would be compared with itself. Set at "
             "least 1."
-        )
-    if decode.batch_size != 1:
-        raise ConfigError(
-            f"decode.batch_size={decode.batch_size}, and eval.measure decodes one prompt at a time: its "
-            "figures would not be those of a batch. Set decode.batch_size=1."
         )
     if decode.tree is Tree.static and (depth := shape_of(decode.tree_file).depth) > decode.draft_tokens:
         raise ConfigError(
@@ -222,15 +346,16 @@ def seed_of(seed: int, repeat: int, prompt: Prompt) -> int:
 
 
 def turns(plan: Sequence[Step]) -> list[str]:
-    """Which of the two ways goes first in each pair. They alternate within every category, since alternating
+    """Which of the two ways goes first in each step. They alternate within every category, since alternating
     over the whole plan, in which the categories take turns, could give one category the same order
-    throughout; and they swap from one repeat to the next."""
-    starts = {category: i for i, category in enumerate(dict.fromkeys(prompt.category for *_, prompt in plan))}
-    before: Counter[tuple[int, float, str]] = Counter()
+    throughout; and they swap from one repeat to the next. A batch goes by its first prompt's category."""
+    named = [step.members[0].prompt.category for step in plan]
+    starts = {category: i for i, category in enumerate(dict.fromkeys(named))}
+    before: Counter[tuple[int, float, int, str]] = Counter()
     first = []
-    for repeat, temperature, prompt in plan:
-        here = (repeat, temperature, prompt.category)
-        odd = (starts[prompt.category] + before[here] + repeat) % 2
+    for step, category in zip(plan, named, strict=True):
+        here = (step.repeat, step.temperature, step.batch_size, category)
+        odd = (starts[category] + before[here] + step.repeat) % 2
         first.append("draft" if odd else "plain")
         before[here] += 1
     return first
@@ -238,6 +363,7 @@ def turns(plan: Sequence[Step]) -> list[str]:
 
 def as_run(generation: Generation, peak_memory_mb: float | None) -> Run:
     assert generation.finish is not None
+    text = generation.tokens[:-1] if generation.finish == "eos" else generation.tokens
     return Run(
         tokens=list(generation.tokens),
         finish=generation.finish,
@@ -246,6 +372,7 @@ def as_run(generation: Generation, peak_memory_mb: float | None) -> Run:
         emitted_at=[generation.ttft, *generation.emitted_at],
         rounds=list(generation.rounds),
         peak_memory_mb=peak_memory_mb,
+        looped=loops(text),
     )
 
 
@@ -261,7 +388,9 @@ def run_key(
         "tree": sha256_file(Path(str(config.decode.tree_file)))
         if config.decode.tree is Tree.static
         else None,
-        "round": [field.name for field in dataclasses.fields(Round)],  # what the lines hold
+        "lines": [
+            [field.name for field in dataclasses.fields(kind)] for kind in (Measured, Pair, Run, Round)
+        ],
         "target": target.fingerprint(),
         "prompts": [[prompt.id, content(prompt)] for prompt in chosen],
         "place": [where["git"], where["hardware"], where["versions"]],
@@ -269,13 +398,8 @@ def run_key(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def place(step: Step) -> tuple[int, float, str]:
-    repeat, temperature, prompt = step
-    return repeat, temperature, prompt.id
-
-
 class Partial:
-    """The pairs measured so far, one line each; the first line holds the key they belong to. Also a context
+    """The steps measured so far, one line each; the first line holds the key they belong to. Also a context
     that has the file open."""
 
     def __init__(self, path: Path, key: str, console: Console) -> None:
@@ -291,11 +415,11 @@ class Partial:
         if not lines:
             path.unlink(missing_ok=True)
             append_line(path, {"key": key})
-        self.done: dict[tuple[int, float, str], tuple[Pair, float]] = {}
-        for line in lines[1:]:
-            self.note(Pair.from_dict(line["pair"]), line["others"])
-        if self.done:
-            console.print(f"Going on after {len(self.done)} pairs of an interrupted run.", markup=False)
+        found = [Measured.from_dict(line) for line in lines[1:]]
+        self.done: dict[Place, Measured] = {measured.place: measured for measured in found}
+        if found:
+            count = sum(len(measured.pairs) for measured in found)
+            console.print(f"Going on after {count} pairs of an interrupted run.", markup=False)
 
     def __enter__(self) -> Partial:
         self.file = open_append(self.path)
@@ -304,12 +428,9 @@ class Partial:
     def __exit__(self, *error: object) -> None:
         self.file.close()
 
-    def note(self, pair: Pair, others: float) -> None:
-        self.done[pair.repeat, pair.temperature, pair.prompt] = pair, others
-
-    def add(self, pair: Pair, others: float) -> None:
-        append_line(self.file, {"pair": pair.to_dict(), "others": others})
-        self.note(pair, others)
+    def add(self, measured: Measured) -> None:
+        append_line(self.file, dataclasses.asdict(measured))
+        self.done[measured.place] = measured
 
 
 def content(prompt: Prompt) -> str:
@@ -318,8 +439,8 @@ def content(prompt: Prompt) -> str:
 
 
 def draft_hash(folder: Path) -> str:
-    """SHA-256 over the hashes of a native checkpoint's two files."""
-    files = [sha256_file(folder / name) for name in ("config.json", "model.safetensors")]
+    """SHA-256 over the hashes of a draft's config.json and weights."""
+    files = [sha256_file(file) for file in (folder / CONFIG, *weight_files(folder))]
     return hashlib.sha256(" ".join(files).encode()).hexdigest()
 
 

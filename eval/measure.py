@@ -1,13 +1,15 @@
 """`python -m eval.measure`: is this draft worth it? Acceptance, speed and latency on prompts it never saw.
 
 Every prompt is decoded plainly and speculatively, one right after the other with the same parameters and
-seed, and the order alternates from pair to pair (ABBA), so that drift of the machine falls on both alike.
-Each pair is on the disk before the next begins: a killed run goes on where it was. `measure.json` follows
-`measure.schema.json`; beside it stands `report.html`.
+seed, and the order alternates from pair to pair (ABBA), so that drift of the machine falls on both alike. So
+is every batch of prompts, at each of `eval.batch_sizes`, and every turn of a conversation. Each pair is on
+the disk before the next begins: a killed run goes on where it was. `measure.json` follows
+`measure.schema.json`; beside it stands `report.html`. The last words are advice (eval/advice.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,22 +24,32 @@ from torch import nn
 from configs.entry import entry
 from configs.errors import TrafficError
 from configs.schema import Config
-from data.tokens import Prompt, evenly, prompts, split_file
+from data.template import Template
+from data.tokens import Prompt, evenly, prompts, split_file, split_rows
+from eval.advice import advice
 from eval.bench import (
     Bench,
+    Measured,
     Partial,
     as_plain,
+    batch_sizes,
     check_decoding,
     content,
     draft_hash,
     dtype_name,
     run_key,
+    temperatures,
 )
+from eval.dialogue import Dialogue, by_turns, dialogues
 from eval.machine import share_of_others
+from eval.memory import packed_bytes, weight_bytes
+from eval.recall import recalls
 from eval.report import report
-from eval.rows import Conditions, Pair, gaps, quantile_curve, rows, verdict
+from eval.rows import Conditions, Pair, gaps, quantile_curve, rows, rows_by_reply, settings, verdict
+from eval.samples import samples
 from eval.terminal import show, warn_if_busy, wide_console
-from models.checkpoint import find_draft, load_draft, read_config
+from eval.tracking import log_measurement
+from models.checkpoint import find_draft, load_draft, training_of
 from models.files import ensure_writable, sha256_file, write_json, write_text
 from models.provenance import provenance
 from models.target import Target
@@ -56,7 +68,7 @@ def measure(config: Config, console: Console) -> dict[str, Any]:
     """Measures, writes measure.json and report.html, prints the table; returns what measure.json holds.
 
     Everything that can be refused is refused before a model is timed. Raises `CheckpointError` (no draft, or
-    another target's), `ConfigError` (a tree that is not there, a batch), `TrafficError` (no held-out prompts,
+    another target's), `ConfigError` (a tree that is not there), `TrafficError` (no held-out prompts,
     or some that were trained on) and `StorageError`.
     """
     folder = find_draft(config.eval.draft, Path(config.runs), config.experiment)
@@ -71,9 +83,14 @@ def measure(config: Config, console: Console) -> dict[str, Any]:
     warn_if_busy(console, others_before, config.eval.max_load, "before the run")
     target = Target.load(config.target)
     draft = load_draft(folder, target)
-    key = run_key(config, where, folder, target, chosen)
+    lines = split_rows(config, "heldout")
+    asked = by_turns([*dialogues(chosen, lines), *probes(config, target, lines)])
+    key = measure_key(run_key(config, where, folder, target, chosen), asked)
     bench = Bench(config, target, draft, draft_hash(folder))
-    pairs, loads = bench.run(chosen, Partial(output / PARTIAL, key, console), console)
+    measured = bench.run(asked, Partial(output / PARTIAL, key, console), console)
+    pairs = [pair for each in measured for pair in each.pairs]
+    traffic = [pair for pair in pairs if not pair.probe]
+    loads = [each.others for each in measured]
     measurement = {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -81,11 +98,16 @@ def measure(config: Config, console: Console) -> dict[str, Any]:
         "load": load(where, others_before, loads, config.eval.max_load),
         "target": describe_target(config, target),
         "draft": describe_draft(folder, draft),
-        "traffic": describe_traffic(config, chosen, heldout, trained),
+        "traffic": describe_traffic(config, [one.prompt for one in asked], heldout, trained)
+        | {"conversations": conversations(config, asked, pairs)},
+        "memory": memory(target, draft, measured),
         "config": as_plain(config),
         **results(pairs, bench.conditions()),
+        "samples": samples(traffic, target.tokenizer.decode, config.eval.samples),
     }
+    measurement["advice"] = advice(measurement)
     write(measurement, output, console)
+    log_measurement(config, measurement, output)
     show(measurement, output, console)
     return measurement
 
@@ -115,22 +137,34 @@ def check_heldout(config: Config, heldout: Sequence[Prompt], trained: Sequence[P
         )
 
 
+def probes(config: Config, target: Target, lines: Sequence[dict[str, Any]]) -> list[Dialogue]:
+    """Prompts of each of `eval.recall_tokens`, made of the held-out prompts' own text."""
+    if not config.eval.recall_tokens:
+        return []
+    texts = [m["content"] for line in lines for m in line["messages"] if m["role"] == "user"]
+    context = getattr(target.config, "max_position_embeddings", None)
+    room = None if context is None else context - config.decode.max_new_tokens
+    return recalls(Template.of(target), texts, config.eval.recall_tokens, room, config.seed)
+
+
 # ---- measure.json ----
 
 
+def measure_key(key: str, asked: Sequence[Dialogue]) -> str:
+    """The bench's key, and what it does not know of: the probes, and later turns."""
+    turns = json.dumps([[one.prompt.id, content(one.prompt), one.turns] for one in asked])
+    return hashlib.sha256(f"{key} {turns}".encode()).hexdigest()
+
+
 def results(pairs: Sequence[Pair], conditions: Conditions) -> dict[str, Any]:
-    made = rows(pairs, conditions)
+    made, traffic = rows(pairs, conditions), [pair for pair in pairs if not pair.probe]
     whole = [r for r in made if r["method"] != "plain" and r["category"] == r["context_bucket"] == "all"]
+    named = ("temperature", "batch_size", "speedup", "speedup_ci")
     return {
         "rows": made,
-        "verdicts": [
-            {
-                **{name: row[name] for name in ("temperature", "speedup", "speedup_ci")},
-                "verdict": verdict(row),
-            }
-            for row in whole
-        ],
-        "distributions": list(distributions(pairs, conditions.method)),
+        "by_reply": rows_by_reply(traffic, conditions),
+        "verdicts": [{**{name: row[name] for name in named}, "verdict": verdict(row)} for row in whole],
+        "distributions": list(distributions(traffic, conditions.method)),
         "generate": compared(pairs),
         "details": [detail(pair) for pair in pairs],
     }
@@ -138,11 +172,11 @@ def results(pairs: Sequence[Pair], conditions: Conditions) -> dict[str, Any]:
 
 def distributions(pairs: Sequence[Pair], method: str) -> Iterator[dict[str, Any]]:
     """Quantile curves of the waits between emissions and of whole answers, for the report's pictures."""
-    for temperature in sorted({pair.temperature for pair in pairs}):
-        here = [pair for pair in pairs if pair.temperature == temperature]
+    for temperature, batch_size, here in settings(pairs):
         for name, runs in (("plain", [p.plain for p in here]), (method, [p.draft for p in here])):
             yield {
                 "temperature": temperature,
+                "batch_size": batch_size,
                 "method": name,
                 "itl_ms": quantile_curve(gaps(runs)),
                 "e2e_ms": quantile_curve([run.seconds for run in runs]),
@@ -173,6 +207,8 @@ def detail(pair: Pair) -> dict[str, Any]:
             "prefill_seconds": run.prefill_seconds,
             "rounds": len(run.rounds),
             "accepted": sum(round.accepted for round in run.rounds),
+            "share": run.share,
+            "looped": run.looped,
         }
     return kept
 
@@ -208,7 +244,7 @@ def describe_draft(folder: Path, draft: nn.Module) -> dict[str, Any]:
         "method": str(draft.method),
         "sha256": draft_hash(folder),
         "parameters": sum(p.numel() for p in draft.parameters()),
-        "training": read_config(folder).get("training"),
+        "training": training_of(folder),
     }
 
 
@@ -225,6 +261,43 @@ def describe_traffic(
         # check_heldout has refused anything else.
         "disjoint": {"by": "SHA-256 of the prompt's token ids", "shared": 0},
     }
+
+
+def conversations(config: Config, asked: Sequence[Dialogue], pairs: Sequence[Pair]) -> dict[str, int]:
+    """How many prompts went on after their first reply, and how many turns did not fit into the target's
+    context, counted once for each setting."""
+    passes = config.eval.repeats * len(temperatures(config)) * len(batch_sizes(config))
+    planned = passes * sum(1 + len(one.turns) for one in asked)
+    return {
+        "prompts": sum(bool(one.turns) for one in asked),
+        "turns": sum(pair.turn > 0 for pair in pairs),
+        "turns_left_out": planned - len(pairs),
+    }
+
+
+def memory(target: Target, draft: nn.Module, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """Bytes for each batch size, computed from tensors: weights as they are, caches at their peak."""
+    weights = {
+        "target_weights": weight_bytes(target.model),
+        "draft_weights": weight_bytes(draft, without=target.model),
+        "packed_weights": packed_bytes(target.model, draft) or None,
+    }
+    made = []
+    for size in sorted({each.place[2] for each in measured}):
+        here = [each for each in measured if each.place[2] == size]
+        peaks = [pair.draft.peak_memory_mb for each in here for pair in each.pairs]
+        on_gpu = target.device.type == "cuda"
+        made.append(
+            {
+                "batch_size": size,
+                **weights,
+                "plain_cache": max(each.caches["plain"][0] for each in here),
+                "target_cache": max(each.caches["draft"][0] for each in here),
+                "draft_cache": max(each.caches["draft"][1] for each in here) or None,
+                "allocated": round(1e6 * max(peak or 0 for peak in peaks)) if on_gpu else None,
+            }
+        )
+    return made
 
 
 def counted(chosen: Sequence[Prompt]) -> dict[str, int]:

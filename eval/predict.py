@@ -35,6 +35,7 @@ from configs.schema import Config, typed
 from decoding.build import network_drafter
 from decoding.costs import measured_costs, measured_drafting
 from decoding.growth import ChainGrowth
+from eval.advice import by_batch
 from eval.bench import as_plain, draft_hash
 from eval.measure import default_output
 from eval.roofline import BEST, USUAL, Load, Reach, device_named, load_of
@@ -335,16 +336,7 @@ def advice(rows: Sequence[Row], better: Row) -> list[str]:
         f"A draft accepted .05 more often everywhere would make it {better.speedup:.2f}x, with K = "
         f"{better.drafted}.",
     ]
-    pays = [row.batch for row in rows if row.low > 1]
-    costs = [row.batch for row in rows if row.high < 1]
-    if pays:
-        said.append(f"Speculation pays at batch sizes up to {max(pays)} of those asked.")
-    if costs:
-        most = next(row.high for row in rows if row.batch == min(costs))
-        said.append(f"It does not pay at batch {min(costs)}, where it is at most {most:.2f}x: switch it off.")
-    if not pays and not costs:
-        said.append("Whether it pays is open at every batch size asked: the intervals contain 1.")
-    return said
+    return [*said, *by_batch([(row.batch, row.low, row.high) for row in rows])]
 
 
 def show(written: dict[str, Any], path: Path, console: Console) -> None:

@@ -17,9 +17,18 @@ from eval.report import interval, number, percent, sentence, times, tree
 
 
 def show(measurement: dict[str, Any], output: Path, console: Console) -> None:
-    for found in measurement["verdicts"]:
-        temperature = found["temperature"]
-        here = [row for row in measurement["rows"] if row["temperature"] == temperature]
+    """A table by category for each temperature, at the smallest batch; one over all settings if they are
+    several; then the advice."""
+    verdicts = measurement["verdicts"]
+    shown = set()
+    for found in verdicts:
+        temperature, batch_size = found["temperature"], found["batch_size"]
+        if temperature in shown:
+            continue
+        shown.add(temperature)
+        here = [
+            r for r in measurement["rows"] if (r["temperature"], r["batch_size"]) == (temperature, batch_size)
+        ]
         console.print(table(here, temperature))
         console.print(
             f"[bold]{sentence(found['verdict'])}[/] Speedup {times(found['speedup'])} "
@@ -30,19 +39,28 @@ def show(measurement: dict[str, Any], output: Path, console: Console) -> None:
             note for row in here if row["category"] == row["context_bucket"] == "all" for note in row["notes"]
         }:
             console.print(f"  {note}", style="dim", markup=False)
+    if len(verdicts) > 1:
+        console.print(sweep(measurement))
     compared = measurement["generate"]
     if compared is not None:
         console.print(
             f"Against transformers' generate: plain identical in {compared['identical_plain']}, speculative "
             f"in {compared['identical_draft']} of {compared['prompts']}."
         )
+    left_out = measurement["traffic"]["conversations"]["turns_left_out"]
+    if left_out:
+        console.print(f"{left_out} turns of conversations do not fit into the target's context: left out.")
     found = measurement["load"]
     warn_if_busy(console, found["others_during"], found["limit"], "during the run")
+    console.print("Advice", style="bold")
+    for said in measurement["advice"]:
+        console.print(f"- {said}", markup=False, highlight=False)
     for name in ("measure.json", "report.html"):
         console.print(str(output / name), markup=False, highlight=False, soft_wrap=True)
 
 
 def table(rows: Sequence[dict[str, Any]], temperature: float) -> Table:
+    """By category, of one setting."""
     speculative = next(row for row in rows if row["method"] != "plain")
     made = Table(
         title=f"Held-out prompts, temperature {temperature:g}, {rows[0]['dtype']}, {tree(speculative)} "
@@ -58,14 +76,47 @@ def table(rows: Sequence[dict[str, Any]], temperature: float) -> Table:
     for row in sorted(drafted, key=lambda row: (row["category"] == "all", row["category"])):
         made.add_row(
             escape(row["category"]),
-            with_interval(row["mean_acceptance_length"], row["mean_acceptance_length_ci"], number),
-            percent(row["acceptance_rate"]),
-            f"{number(plain[row['category']]['tokens_per_s'], 1)} → {number(row['tokens_per_s'], 1)}",
-            with_interval(row["speedup"], row["speedup_ci"], times),
+            *cells(plain[row["category"]], row),
             percent(row["identical_outputs"], 0),
             style="bold" if row["category"] == "all" else "",
         )
     return made
+
+
+def sweep(measurement: dict[str, Any]) -> Table:
+    """Every setting in a line."""
+    made = Table(title="All prompts by setting", title_justify="left")
+    for name in ("temperature", "batch", "in flight", "τ", "accepted", "tok/s", "speedup", ""):
+        made.add_column(name, justify="right" if name else "left")
+    whole = [row for row in measurement["rows"] if row["category"] == row["context_bucket"] == "all"]
+    plain, drafted = (
+        {
+            (row["temperature"], row["batch_size"]): row
+            for row in whole
+            if (row["method"] == "plain") is wanted
+        }
+        for wanted in (True, False)
+    )
+    for found in measurement["verdicts"]:
+        here = found["temperature"], found["batch_size"]
+        made.add_row(
+            f"{here[0]:g}",
+            str(here[1]),
+            number(drafted[here]["sequences_in_flight"], 1),
+            *cells(plain[here], drafted[here]),
+            found["verdict"].removeprefix("speculation ").split(" (")[0],
+        )
+    return made
+
+
+def cells(plain: dict[str, Any], drafted: dict[str, Any]) -> tuple[str, ...]:
+    """τ, acceptance, tokens a second and speedup."""
+    return (
+        with_interval(drafted["mean_acceptance_length"], drafted["mean_acceptance_length_ci"], number),
+        percent(drafted["acceptance_rate"]),
+        f"{number(plain['tokens_per_s'], 1)} → {number(drafted['tokens_per_s'], 1)}",
+        with_interval(drafted["speedup"], drafted["speedup_ci"], times),
+    )
 
 
 def with_interval(

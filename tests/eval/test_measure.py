@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from configs.errors import CheckpointError, ConfigError, StorageError, TrafficError
+from configs.rules import check
 from configs.schema import (
     Config,
     DataConfig,
@@ -25,11 +26,13 @@ from configs.schema import (
     Verification,
 )
 from data.tokens import Prompt, evenly
+from decoding.sequence import Generation
 from decoding.shapes import Conditions as Made
 from decoding.shapes import TreeShape, write_shape
-from eval.bench import Bench, Partial, run_key, turns
+from eval.bench import Bench, Partial, Step, as_run, run_key, turns
+from eval.dialogue import Dialogue
 from eval.generate import generate
-from eval.measure import PARTIAL, measure
+from eval.measure import PARTIAL, SCHEMA_FILE, measure
 from models.checkpoint import save_draft
 from models.files import read_lines, write_text
 from models.target import Target
@@ -96,7 +99,7 @@ def test_a_whole_measurement(config: Config) -> None:
     assert stored["traffic"]["measured"] == {"code": 2, "maths": 2}
     assert stored["draft"]["training"] == {"steps": 3}
     keys = {(r["temperature"], r["method"], r["category"], r["context_bucket"]) for r in stored["rows"]}
-    groups = [("all", "all"), ("maths", "all"), ("code", "all"), ("all", "1-128")]
+    groups = [("all", "all"), ("maths", "all"), ("code", "all"), ("all", "1-32")]
     assert keys == {(t, m, *group) for t in (0.0, 1.0) for m in ("plain", "eagle3") for group in groups}
     assert stored["draft"]["parameters"] > 0  # frozen for decoding, and counted all the same
     # Float32 and greedy: plain, speculative and transformers' own outputs are the same tokens.
@@ -111,6 +114,68 @@ def test_a_whole_measurement(config: Config) -> None:
     assert "maths" in screen
     assert "<svg" in (folder(config) / "report.html").read_text()
     assert not (folder(config) / PARTIAL).exists()
+    assert stored["advice"] and all(f"- {said[:40]}" in screen for said in stored["advice"])
+    schema = json.loads(SCHEMA_FILE.read_text())
+    assert set(schema["properties"]) == set(stored)
+    assert {*schema["$defs"]["row"]["properties"]} == {*stored["rows"][0], "reply"}
+
+
+def test_batch_sizes_and_temperatures_are_swept(config: Config) -> None:
+    """Four prompts in batches of 1 and 3; the fourth stands alone in the second batch of 3, which is filled
+    up with runs of it that do not count. In float32 every way says the same."""
+    config.eval.batch_sizes, config.eval.temperatures = [1, 3], [0.0, 1.0]
+    made, screen = run(config)
+    whole = [
+        r for r in made["rows"] if r["method"] == "eagle3" and r["category"] == r["context_bucket"] == "all"
+    ]
+    assert [(r["temperature"], r["batch_size"]) for r in whole] == [(0, 1), (0, 3), (1, 1), (1, 3)]
+    assert [(v["temperature"], v["batch_size"]) for v in made["verdicts"]] == [(0, 1), (0, 3), (1, 1), (1, 3)]
+    assert [(r["prompts"], r["pairs"], r["clusters"]) for r in whole] == [(4, 4, 4), (4, 4, 2)] * 2
+    assert [r["identical_count"] for r in whole[:2]] == [4, 4]
+    assert whole[0]["sequences_in_flight"] == pytest.approx(1.0)
+    assert 1.0 < whole[1]["sequences_in_flight"] <= 3.0
+    assert [one["batch_size"] for one in made["memory"]] == [1, 3]
+    alone, together = made["memory"]
+    assert together["target_cache"] > alone["target_cache"] > 0
+    assert together["target_weights"] == alone["target_weights"] > alone["draft_weights"] > 0
+    assert "All prompts by setting" in screen
+    assert any("By batch size the speedup is" in said for said in made["advice"])
+
+
+def test_an_interrupted_sweep_goes_on(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of 3 are two steps; stopped before the last of four."""
+    config.eval.batch_sizes = [3, 2]
+    decoded: list[str] = []
+    kept = stop_after(3, decoded, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(config)
+    monkeypatch.setattr(Bench, "pairs", kept)
+    made, screen = run(config)
+    assert "Going on after 6 pairs" in screen  # 3, 1 and 2
+    assert [(d["batch_size"], d["batch"], d["prompt"]) for d in made["details"]] == [
+        (3, 0, "h3"), (3, 0, "h1"), (3, 0, "h4"), (3, 1, "h2"),
+        (2, 0, "h3"), (2, 0, "h1"), (2, 1, "h4"), (2, 1, "h2"),
+    ]  # fmt: skip
+
+
+def test_prompts_of_a_batch_share_its_time(config: Config, target: Target) -> None:
+    """Both are in flight together from the first moment on."""
+    config.decode.batch_size = 2
+    bench = Bench(config, target, tiny_draft(target))
+    asked = [Dialogue(Prompt(id, "c", ids), []) for id, _, ids in HELDOUT[:2]]
+    made = bench.pairs(Step(0, 0.0, 2, 0, tuple(asked)), "plain")
+    for runs in ([one.plain for one in made], [one.draft for one in made]):
+        total = sum(run.share or 0.0 for run in runs)
+        assert max(run.seconds for run in runs) <= total + 1e-9 < sum(run.seconds for run in runs)
+        assert all(0 < (run.decode_share or 0.0) < (run.share or 0.0) < run.seconds for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "looped"),
+    [([9, *[5, 6] * 8, 2], "eos", True), ([9, *[5, 6] * 8], "length", True), ([9, 5, 6, 7], "length", False)],
+)
+def test_loops_are_flagged_with_or_without_an_end(tokens: list[int], finish: Any, looped: bool) -> None:
+    assert as_run(Generation(tokens=tokens, finish=finish), None).looped is looped
 
 
 def test_a_static_tree_is_measured_by_its_levels(config: Config, tmp_path: Path) -> None:
@@ -131,8 +196,8 @@ def test_a_static_tree_is_measured_by_its_levels(config: Config, tmp_path: Path)
 
 def test_order_alternates_within_each_category_and_between_repeats() -> None:
     """a, b, a, b by turns: alternating over all of them would start every a with plain."""
-    prompts = [Prompt(f"{category}{i}", category, [i]) for i in range(2) for category in "ab"]
-    plan = [(repeat, 0.0, prompt) for repeat in range(2) for prompt in prompts]
+    prompts = [Dialogue(Prompt(f"{category}{i}", category, [i]), []) for i in range(2) for category in "ab"]
+    plan = [Step(repeat, 0.0, 1, i, (prompt,)) for repeat in range(2) for i, prompt in enumerate(prompts)]
     assert turns(plan) == ["plain", "draft", "draft", "plain", "draft", "plain", "plain", "draft"]
 
 
@@ -144,39 +209,39 @@ def test_an_interrupted_run_goes_on(config: Config, monkeypatch: pytest.MonkeyPa
         run(config)
     assert decoded == ["h3", "h1", "h4"]
     lines = read_lines(folder(config) / PARTIAL)
-    assert [line["pair"]["prompt"] for line in lines[1:]] == ["h3", "h1"]
+    assert [line["pairs"][0]["prompt"] for line in lines[1:]] == ["h3", "h1"]
     with open(folder(config) / PARTIAL, "a") as file:  # a line torn by a kill
-        file.write('{"pair": {"prom')
+        file.write('{"pairs": [{"prom')
 
     decoded.clear()
-    monkeypatch.setattr(Bench, "pair", kept)
+    monkeypatch.setattr(Bench, "pairs", kept)
     made, screen = run(config)
     assert decoded == []
     assert "Going on after 2 pairs" in screen
-    before = [line["pair"]["plain"]["seconds"] for line in lines[1:]]
+    before = [line["pairs"][0]["plain"]["seconds"] for line in lines[1:]]
     assert [pair["plain"]["seconds"] for pair in made["details"]][:2] == before
     assert [pair["prompt"] for pair in made["details"]] == ["h3", "h1", "h4", "h2"]
 
 
 def stop_after(count: int, decoded: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Interrupts the run when it decodes the pair after `count` others; returns the untouched method."""
-    pair = Bench.pair
+    """Interrupts the run when it decodes the step after `count` others; returns the untouched method."""
+    pairs = Bench.pairs
 
-    def stopping(self: Bench, prompt: Prompt, *rest: Any) -> Any:
-        decoded.append(prompt.id)
+    def stopping(self: Bench, step: Step, first: str) -> Any:
+        decoded.append(step.members[0].prompt.id)
         if len(decoded) > count:
             raise KeyboardInterrupt
-        return pair(self, prompt, *rest)
+        return pairs(self, step, first)
 
-    monkeypatch.setattr(Bench, "pair", stopping)
-    return pair
+    monkeypatch.setattr(Bench, "pairs", stopping)
+    return pairs
 
 
 def test_pairs_of_another_configuration_are_not_used(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = stop_after(2, [], monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run(config)
-    monkeypatch.setattr(Bench, "pair", kept)
+    monkeypatch.setattr(Bench, "pairs", kept)
     config.decode.draft_tokens = 1
     made, screen = run(config)
     assert "measuring from the start" in screen
@@ -267,6 +332,13 @@ def test_prompts_are_taken_evenly() -> None:
 # ---- bad inputs ----
 
 
+@pytest.mark.parametrize("sizes", [[], [1, 0]])
+def test_batch_sizes_that_are_none(config: Config, sizes: list[int]) -> None:
+    config.eval.batch_sizes = sizes
+    with pytest.raises(ConfigError, match=r"eval\.batch_sizes=.*\[1,4,8\]"):
+        check(config)
+
+
 def test_no_draft_yet(config: Config, tmp_path: Path) -> None:
     config.runs = str(tmp_path / "empty")
     with pytest.raises(CheckpointError, match=r"train\.distill"):
@@ -295,10 +367,6 @@ def test_what_would_not_be_measured_as_it_is_set(config: Config, tmp_path: Path)
     with pytest.raises(ConfigError, match="drafts nothing"):
         run(config)
     config.decode.draft_tokens = 2
-    config.decode.batch_size = 8
-    with pytest.raises(ConfigError, match=r"batch_size=8.*one prompt at a time"):
-        run(config)
-    config.decode.batch_size = 1
     config.decode.tree = Tree.static
     config.decode.tree_file = str(tmp_path / "tree.json")
     with pytest.raises(ConfigError, match=r"tree\.json does not exist.*eval\.tree"):

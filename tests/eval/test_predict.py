@@ -191,7 +191,9 @@ def test_a_prediction_from_measured_acceptance_and_times(here: Config) -> None:
 
 def test_acceptance_that_is_not_known_is_refused(here: Config) -> None:
     here.decode.temperature = 1.0
-    with pytest.raises(TrafficError, match=r"no chain of the draft alone at temperature 1.*decode\.temperature=1"):
+    with pytest.raises(
+        TrafficError, match=r"no chain of the draft alone at temperature 1.*decode\.temperature=1"
+    ):
         run(here)
     (Path(here.runs) / RUN / "measure" / "measure.json").unlink()
     with pytest.raises(TrafficError, match=r"There is no .*measure\.json"):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
-from eval.report import report
+import pytest
+
+from eval.report import curve_of, main, report, sweeps
+from eval.rows import Pair
 from tests.eval.samples import draft_run, measurement, pair, plain_run
 
 
@@ -50,7 +56,7 @@ def test_figures_with_their_conditions() -> None:
         "20 training prompts",
     ):
         assert condition in page
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 3  # too few answers for a distribution
 
 
 def test_how_tokens_were_drafted_is_said() -> None:
@@ -104,8 +110,8 @@ def test_two_temperatures_two_sections() -> None:
         for t in (0.0, 1.0)
     ]
     page = report(measurement(pairs))
-    assert "Temperature 0<" in page
-    assert "Temperature 1<" in page
+    assert "Temperature 0, batch 1<" in page
+    assert "Temperature 1, batch 1<" in page
 
 
 def test_no_round_still_makes_a_page() -> None:
@@ -122,3 +128,150 @@ def test_a_busy_machine_is_said_aloud() -> None:
 
 def test_the_page_does_not_depend_on_the_clock() -> None:
     assert report(measurement()) == report(measurement())
+
+
+# ---- several settings ----
+
+
+def swept() -> list[Pair]:
+    """At temperatures 0 and 1, one by one and in twos."""
+    return [
+        pair(name, plain_run([1, 2, 3]), draft_run([1, 2, 3], [1]), temperature=t, batch_size=b)
+        for name in "AB"
+        for t in (0.0, 1.0)
+        for b in (1, 2)
+    ]
+
+
+def test_each_setting_has_a_section_and_the_sweeps_come_first() -> None:
+    page = report(measurement(swept()))
+    sections = re.findall(r'<h2 class="setting" id="([^"]+)">([^<]+)<', page)
+    assert sections == [
+        ("t0-b1", "Temperature 0, batch 1"),
+        ("t0-b2", "Temperature 0, batch 2"),
+        ("t1-b1", "Temperature 1, batch 1"),
+        ("t1-b2", "Temperature 1, batch 2"),
+    ]
+    assert page.index("Speedup against batch size") < page.index("Speedup against temperature")
+    assert page.index("Speedup against temperature") < page.index('class="setting"')
+    assert "batch 1 and 2" in page
+    assert 'href="#t1-b2"' in page
+
+
+def test_one_setting_needs_no_overview() -> None:
+    assert "All settings" not in report(measurement())
+    assert list(sweeps(measurement()["rows"])) == []
+
+
+# ---- predictions and replies ----
+
+
+def prediction(**changes: Any) -> dict[str, Any]:
+    """Of `two_pairs`: at position 1 three of four rounds accepted, at position 2 one of three."""
+    made = {
+        "schema": "leadout.predict/1",
+        "times": "measured here",
+        "acceptance": {"middle": [0.75, 1 / 3], "source": "measure.json"},
+        "rows": [{"batch": 1, "by_length": [1.1, 1.5, 1.4]}, {"batch": 4, "by_length": [0.9, 1.0, 1.0]}],
+        "config": {"decode": {"temperature": 0.0}},
+    }
+    return {**made, **changes}
+
+
+def test_predicted_against_measured() -> None:
+    """Without prefill: 5 + 3 tokens in 8 s plainly, in 3 + 3 s speculatively, so 1.33 times; predicted for
+    K = 2 at batch 1: 1.5, which is 12.5 % more. Nothing was measured at batch 4."""
+    page = report(measurement(), prediction())
+    assert "<td>batch 1, K = 2</td><td>1.50×</td><td>1.33×" in page
+    assert "<td>+12.5%</td>" in page
+    assert "batch 4" not in page
+
+
+def test_a_prediction_of_another_measurement_is_not_shown_as_one_of_this() -> None:
+    acceptance = {"middle": [0.5, 0.5], "source": "measure.json"}
+    page = report(measurement(), prediction(acceptance=acceptance))
+    assert "is of another one" in page
+    assert "K = 2</td>" not in page
+
+
+def test_a_prediction_for_other_hardware_or_a_supposed_draft_is_left_out() -> None:
+    supposed = {"middle": [0.75, 1 / 3], "source": "predict.acceptance"}
+    for other in (prediction(times="h100"), prediction(acceptance=supposed), None):
+        assert report(measurement(), other) == report(measurement())
+
+
+def test_replies_show_who_wrote_each_token() -> None:
+    sample = {
+        "prompt": "A",
+        "category": "maths",
+        "temperature": 0.0,
+        "pieces": [["2 <", False], [" 3", True], ["\n", False]],
+    }
+    page = report(measurement(samples=[sample]))
+    assert '<div class="tokens"><b>2 &lt;</b><i> 3</i><b>\n</b></div>' in page
+    assert "1 of 3 tokens by the draft" in page
+    assert "Who wrote what" not in report(measurement())
+
+
+# ---- what a row may hold besides ----
+
+
+def test_a_lossy_rule_is_said_aloud() -> None:
+    made = measurement()
+    assert "Lossy" not in report(made)
+    for row in made["rows"]:
+        if row["method"] != "plain":
+            row.update(lossless=False, verification="typical")
+    assert "<b>Lossy.</b> Typical verification does not keep" in report(made)
+
+
+def test_only_as_much_of_a_distribution_as_values_stand_behind() -> None:
+    made = measurement()
+    row = next(row for row in made["rows"] if row["method"] != "plain")
+
+    def known() -> int | None:
+        curve = curve_of(made, row, "e2e_ms", "", "#000")
+        return curve and curve.known
+
+    assert known() is None  # two answers
+    row["e2e_ms"] = {"p50": 1.0, "p90": 2.0, "p99": None}
+    assert known() == 90
+    row["e2e_ms"]["p99"] = 3.0
+    assert known() == 99
+
+
+# ---- files ----
+
+
+def test_the_command_writes_the_page_and_every_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "measure.json").write_text(json.dumps(measurement()))
+    (tmp_path / "predict.json").write_text(json.dumps(prediction()))
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "of-before.png").touch()
+    main([str(tmp_path)])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text() == report(measurement(), prediction())
+    drawn = {path.name: path.read_bytes() for path in (tmp_path / "pictures").iterdir()}
+    assert sorted(drawn) == [
+        "acceptance-t0-b1.png",
+        "positions-t0-b1.png",
+        "predicted.png",
+        "speedup-t0-b1.png",
+    ]
+    # A PNG's first chunk, IHDR, begins with the width.
+    assert {(png[:8], int.from_bytes(png[16:20], "big")) for png in drawn.values()} == {
+        (b"\x89PNG\r\n\x1a\n", 936)
+    }
+    assert report(measurement(), prediction()).count("<svg") == len(drawn)
+
+
+def test_the_command_refuses_what_is_no_measurement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "measure.json").write_text('{"schema": "leadout.measure/0"}')
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "its schema is 'leadout.measure/0' and not 'leadout.measure/1'" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from eval.measure import SCHEMA_FILE
-from eval.rows import Pair, interval, percentiles, row, rows, verdict
+from eval.rows import Pair, interval, percentiles, row, rows, rows_by_reply, shares, verdict
 from tests.eval.samples import CONDITIONS, draft_run, measurement, pair, plain_run, two_pairs
 
 
@@ -137,10 +137,20 @@ def test_latency_by_emission() -> None:
 
 def test_percentiles_need_values_beyond_them() -> None:
     assert percentiles([]) is None
-    assert percentiles([2.0]) == {"p50": 2000.0, "p90": None, "p99": None}
-    assert percentiles([1.0] * 10) == {"p50": 1000.0, "p90": 1000.0, "p99": None}
-    hundred = percentiles([i / 1000 for i in range(1, 101)])  # 1 to 100 ms
-    assert hundred == {"p50": pytest.approx(50.5), "p90": pytest.approx(90.1), "p99": pytest.approx(99.01)}
+    short = "1 values; p90 takes 10, p99 takes 1000"
+    assert percentiles([2.0]) == {"p50": 2000.0, "p90": None, "p99": None, "events": 1, "missing": short}
+    ten = percentiles([1.0] * 10)
+    assert ten == {
+        "p50": 1000.0,
+        "p90": 1000.0,
+        "p99": None,
+        "events": 10,
+        "missing": "10 values; p99 takes 1000",
+    }
+    thousand = percentiles([i / 1000 for i in range(1000)])  # 0 to 999 ms
+    assert thousand is not None
+    assert thousand["p99"] == pytest.approx(989.01)
+    assert (thousand["events"], thousand["missing"]) == (1000, None)
 
 
 def test_rows_by_category_and_prompt_length() -> None:
@@ -152,10 +162,75 @@ def test_rows_by_category_and_prompt_length() -> None:
         ("all", "all"): 2,
         ("maths", "all"): 1,
         (code, "all"): 1,
-        ("all", "1-128"): 1,
+        ("all", "1-32"): 1,
         ("all", "129-512"): 1,
     }
     assert made == {(m, *group): n for m in ("plain", "eagle3") for group, n in groups.items()}
+
+
+def test_every_setting_has_rows_of_its_own() -> None:
+    pairs = [replace(one, batch_size=size) for size in (4, 1) for one in two_pairs()]
+    made = [r for r in rows(pairs, CONDITIONS) if r["category"] == r["context_bucket"] == "all"]
+    assert [(r["batch_size"], r["method"]) for r in made] == [
+        (size, method) for size in (1, 4) for method in ("plain", "eagle3")
+    ]
+
+
+def test_a_batch_is_one_cluster_and_its_prompts_have_shares_of_its_time() -> None:
+    """Two prompts decoded together: plain 6 s, speculative 4 s, of which B had 2 and 1. Each was in flight
+    for the time that the samples say: 10 s plain, 8 s speculative."""
+    a, b = (replace(one, batch_size=2) for one in two_pairs())
+    a = replace(a, plain=replace(a.plain, share=4.0), draft=replace(a.draft, share=3.0))
+    b = replace(b, plain=replace(b.plain, share=2.0), draft=replace(b.draft, share=1.0))
+    made = rows([a, b], CONDITIONS)
+    plain, drafted = whole(made, "plain"), whole(made, "eagle3")
+    assert plain["tokens_per_s"] == pytest.approx(10 / 6)
+    assert drafted["tokens_per_s"] == pytest.approx(10 / 4)
+    assert drafted["speedup"] == 1.5
+    assert (drafted["prompts"], drafted["clusters"], drafted["speedup_ci"]) == (2, 1, None)
+    assert plain["sequences_in_flight"] == pytest.approx(10 / 6)
+    assert drafted["sequences_in_flight"] == 2.0
+    assert next(r for r in made if r["category"] == "maths" and r["method"] == "eagle3")["speedup"] == 4 / 3
+
+
+def test_time_is_shared_by_those_in_flight() -> None:
+    """One is alone for 1 s, two are together for 2 s, the later is alone for 1 s; then nobody for 1 s."""
+    assert shares([(0.0, 3.0), (1.0, 4.0), (5.0, 6.0)]) == [2.0, 2.0, 1.0]
+    assert shares([]) == []
+
+
+def test_draft_lengths_and_waste() -> None:
+    """A drafted 2 and 2 and accepted 2 and 1; B drafted 2 and 1 and accepted neither."""
+    b = draft_run([7, 8, 9], [0, 0])
+    b = replace(b, rounds=[b.rounds[0], replace(b.rounds[1], drafted=1, depth=1)])
+    a = two_pairs()[0]
+    made = row([a, replace(two_pairs()[1], draft=b)], True, "all", "all", CONDITIONS)
+    assert made["draft_lengths"] == {"1": [1], "2": [1, 1, 1]}
+    assert made["wasted_drafts"] == 4  # of 7
+    assert made["wasted_rounds"] == 0.5
+    assert made["draft_ms"]["p50"] == pytest.approx(400)
+    plain = row([a], False, "all", "all", CONDITIONS)
+    assert (plain["draft_lengths"], plain["wasted_drafts"], plain["draft_ms"]) == (None, None, None)
+
+
+def test_requests_differ() -> None:
+    """τ of A: 1 + 3 / 2, of B: 1 + 1 / 2. Speedups 6 / 4 and 4 / 4."""
+    made = row(two_pairs(), True, "all", "all", CONDITIONS)["per_request"]
+    assert made["mean_acceptance_length"] == pytest.approx({"p10": 1.6, "p50": 2.0, "p90": 2.4})
+    assert made["speedup"] == pytest.approx({"p10": 1.05, "p50": 1.25, "p90": 1.45})
+    assert made["slower"] == 0.0
+    assert row(two_pairs(), False, "all", "all", CONDITIONS)["per_request"] is None
+
+
+def test_rows_by_reply_set_loops_apart() -> None:
+    """The looping reply alone was 1.5 times as fast, the other not at all."""
+    a, b = two_pairs()
+    a = replace(a, plain=replace(a.plain, looped=True), draft=replace(a.draft, looped=True))
+    made = {r["reply"]: r for r in rows_by_reply([a, b], CONDITIONS) if r["method"] == "eagle3"}
+    assert list(made) == ["1-32", "looped", "not looped"]
+    assert [r["speedup"] for r in made.values()] == [1.25, 1.5, 1.0]
+    assert [r["looped"] for r in made.values()] == [1, 1, 0]
+    assert {r["reply"] for r in rows_by_reply([b], CONDITIONS)} == {"1-32"}
 
 
 def test_repeats_of_a_prompt_are_one_cluster() -> None:
@@ -219,6 +294,16 @@ def test_pairs_survive_json() -> None:
 def test_every_field_is_defined_in_the_docs() -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     fields = {name.removesuffix("_ci") for name in rows(two_pairs(), CONDITIONS)[0]} - {"confidence"}
+    fields |= {
+        "by_reply",
+        "memory",
+        "advice",
+        "packed_weights",
+        "draft_cache",
+        "plain_cache",
+        "missing",
+        "events",
+    }
     assert [name for name in sorted(fields) if f"`{name}`" not in text] == []
 
 
