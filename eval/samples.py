@@ -14,9 +14,7 @@ from eval.rows import Pair, Run
 Piece = tuple[str, bool]  # a token's text, and whether the draft wrote it
 
 
-def samples(
-    pairs: Sequence[Pair], decode: Callable[[list[int]], str], count: int
-) -> list[dict[str, Any]]:
+def samples(pairs: Sequence[Pair], decode: Callable[[list[int]], str], count: int) -> list[dict[str, Any]]:
     """The `samples` of a measurement: speculative replies at the lowest temperature, one for each of `count`
     categories at most, namely the one in the middle by tokens a round. decode: token ids to text."""
     coldest = min(pair.temperature for pair in pairs)
