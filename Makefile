@@ -8,13 +8,14 @@ RUN := $(ENV)/bin/python
 STAMP := $(ENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fetch demo test lint format types clean
+.PHONY: help setup fetch demo test engines lint format types clean
 
 help:
 	@echo "make demo    prepare, distill and measure a draft for the embedded target (about 20 minutes on 2 cores)"
 	@echo "make test    lint, format check, type check and tests"
 	@echo "make setup   .venv with everything installed        make fetch   the embedded target and traffic"
 	@echo "make lint | format | types                          make clean   caches (keeps artifacts/ and runs/)"
+	@echo "make engines serving engines for scripts.serve_check, each in its own environment (ENGINES=vllm: that one alone)"
 
 setup: $(STAMP)
 
@@ -36,6 +37,10 @@ demo: setup
 
 test: fetch lint types
 	OMP_NUM_THREADS=1 $(RUN) -m pytest  # tiny tensors: more threads only wait for each other
+
+# Only scripts.serve_check needs them: gigabytes, and packages that do not fit beside ours.
+engines: setup
+	TORCH_INDEX=$(TORCH_INDEX) $(RUN) -m scripts.engines $(ENGINES)
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -1,0 +1,92 @@
+"""A server as a child process: started, waited for until it answers, and always stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from scripts.engines import EngineError
+
+START_SECONDS = 600.0
+REPLY_SECONDS = 600.0
+STOP_SECONDS = 15.0
+TOLD = 3  # last lines of its log that an error quotes
+
+
+@contextmanager
+def serving(
+    command: Sequence[str], environment: Mapping[str, str], port: int, log: Path, wait: float = START_SECONDS
+) -> Iterator[httpx.Client]:
+    """A client of the server that `command` starts, once its /health answers 200.
+
+    What it prints goes to `log`. Raises `EngineError`, quoting that, where it stops or does not get ready
+    within `wait` seconds. At the end the whole process group is ended.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w", encoding="utf-8") as out:
+        out.write(" ".join(command) + "\n")
+        out.flush()
+        process = subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | environment, start_new_session=True
+        )
+    # No proxies: the server is on this machine.
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REPLY_SECONDS, trust_env=False)
+    try:
+        with client:
+            until_ready(client, process, log, wait)
+            try:
+                yield client
+            except httpx.HTTPError as error:
+                raise EngineError(f"The engine did not answer ({error}). {last_words(log)}") from error
+    finally:
+        stop(process)
+
+
+def until_ready(client: httpx.Client, process: subprocess.Popen[bytes], log: Path, wait: float) -> None:
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        if (status := process.poll()) is not None:
+            raise EngineError(f"The engine stopped with status {status}. {last_words(log)}")
+        try:
+            if client.get("/health").status_code == httpx.codes.OK:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.25)
+    raise EngineError(f"The engine was not ready after {wait:.0f} s. {last_words(log)}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and what it started, first politely. The group outlives its leader."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def last_words(log: Path) -> str:
+    """The error in a log if it names one, else its last lines; and where all of it is."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()[1:]]
+    errors = [line for line in lines if "Error: " in line or line.startswith("error:")]
+    told = errors[-1:] or [line for line in lines if line][-TOLD:] or ["nothing"]
+    return f"It said: {' | '.join(told)} (all of it in {log})"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
