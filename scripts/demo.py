@@ -113,7 +113,7 @@ def conclude(config: Config, times: Sequence[tuple[str, float]]) -> None:
         print(f"\nnumbers    {measured / 'measure.json'}")
         print(f"report     {measured / 'report.html'}")
         print(f"draft      {run / 'draft'}")
-        print(f"engines    {', '.join(str(exported / engine) for engine in config.export.engines)}")
+        print(f"engines    {', '.join(str(folder) for folder in sorted(exported.iterdir()))}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from configs.compose import compose
 from configs.schema import Config
 from scripts import demo
-from scripts.demo import EXPERIMENT, Stage, trained
+from scripts.demo import EXPERIMENT, Stage, conclude, trained
 
 
 @pytest.fixture
@@ -35,6 +35,18 @@ def test_a_finished_run_is_found(finished: tuple[Config, Path]) -> None:
     assert trained(config) == run
     config.eval.max_prompts = 3  # changes how the draft is measured, not the draft
     assert trained(config) == run
+
+
+def test_it_ends_with_where_everything_is(
+    finished: tuple[Config, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = finished
+    for engine in ("vllm", "sglang"):
+        (run / "export" / engine).mkdir(parents=True)
+    conclude(config, [("data.prepare", 30.0), ("eval.measure", 90.0)])
+    said = capsys.readouterr().out
+    assert "together                    2.0 min" in said
+    assert f"engines    {run}/export/sglang, {run}/export/vllm" in said
 
 
 def test_an_unfinished_run_is_not(finished: tuple[Config, Path]) -> None:

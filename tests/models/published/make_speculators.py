@@ -8,6 +8,8 @@ model.safetensors each has logits.safetensors: hidden_states [T, 3 d], tokens [T
 of three draft steps with the tokens shifted by one at each, as in training.
 """
 
+# pyright: reportMissingImports=false, reportArgumentType=false
+# The library is no dependency, and its config takes every field by name.
 from __future__ import annotations
 
 import json
