@@ -45,7 +45,7 @@ def test_it_ends_with_where_everything_is(
         (run / "export" / engine).mkdir(parents=True)
     conclude(config, [("data.prepare", 30.0), ("eval.measure", 90.0)])
     said = capsys.readouterr().out
-    assert "together                    2.0 min" in said
+    assert f"{'together':24}   2.0 min" in said
     assert f"engines    {run}/export/sglang, {run}/export/vllm" in said
 
 
