@@ -164,11 +164,11 @@ def _strategy(config: Config) -> Iterator[str]:
         )
     if method.objective.get("on_policy"):
         yield (
-            f"{where} leaves no process with whole weights, which method.objective.on_policy writes text with: "
-            "set it to 0, or trainer.strategy=ddp."
+            f"{where} leaves no process with whole weights, and method.objective.on_policy writes text with "
+            "them: set it to 0, or trainer.strategy=ddp."
         )
     if method.name == "medusa2":
-        yield f"{where} cuts a draft, and method=medusa2 trains a part of the target: set trainer.strategy=ddp."
+        yield f"{where} cuts a draft, and method=medusa2 trains the target too: set trainer.strategy=ddp."
 
 
 def _decode(config: Config) -> Iterator[str]:
@@ -263,8 +263,8 @@ def _plan(config: Config) -> Iterator[str]:
         )
     if plan.length is not None and plan.length > config.data.max_length:
         yield (
-            f"plan.length={plan.length} exceeds data.max_length={config.data.max_length}, at which rows are cut: "
-            "lower it."
+            f"plan.length={plan.length} exceeds data.max_length={config.data.max_length}, at which rows are "
+            "cut: lower it."
         )
 
 

@@ -248,7 +248,7 @@ class EvalConfig:
 
 @dataclass
 class PredictConfig:
-    device: str | None = None  # a data sheet's name (eval/roofline.py); None: this machine, measured
+    device: str | None = None  # a data sheet's name (models/roofline.py); None: this machine, measured
     devices: int = 1  # that share the target's layers; of a data sheet
     acceptance: list[float] | None = None  # conditional, by position; None: the draft's measure.json
     draft_tokens: int = 8  # longest chain considered
@@ -301,7 +301,9 @@ class ImportsConfig:
 
 @dataclass
 class PlanConfig:
-    device: str | None = None  # a data sheet's name (eval/roofline.py); None: h100, or this machine for a CPU
+    device: str | None = (
+        None  # a data sheet's name (models/roofline.py); None: h100, or this machine for a CPU
+    )
     devices: int = 1  # that the run has
     target_over: int = 1  # devices that each hold a part of the target; training itself has it whole on each
     rows: int | None = None  # training rows; None: those prepared, else 100 000

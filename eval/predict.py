@@ -9,7 +9,7 @@ plain decoding's t(1) per token that is a speedup of
 
     S(K) = E(K) t(1) / (K t_draft + t(K + 1) + t_host)        (decoding.md, §5)
 
-Times are this machine's, measured (decoding/costs.py), or those of a data sheet (eval/roofline.py), target
+Times are this machine's, measured (decoding/costs.py), or those of a data sheet (models/roofline.py), target
 and draft each between what engines reach at best and what is usual. Acceptance is that of the draft's
 measure.json, or what `predict.acceptance` supposes.
 """
@@ -38,11 +38,11 @@ from decoding.growth import ChainGrowth
 from eval.advice import by_batch
 from eval.bench import as_plain, draft_hash
 from eval.measure import default_output
-from eval.roofline import BEST, USUAL, Load, Reach, device_named, load_of
 from eval.terminal import wide_console
 from models.checkpoint import find_draft, load_draft
 from models.files import ensure_writable, write_json
 from models.provenance import provenance
+from models.roofline import BEST, USUAL, Load, Reach, device_named, load_of
 from models.target import Target
 
 SCHEMA = "leadout.predict/1"

@@ -52,12 +52,12 @@ from eval.measure import default_output
 from eval.pictures import standalone
 from eval.profile_picture import picture
 from eval.ranges import PARTS, Clock, marked, marks_of, readers, recorded
-from eval.roofline import Device, Load, Reach, load_of
 from eval.terminal import bar, warn_if_busy, wide_console
 from eval.trace import Event, Share, Split, last_round, split
 from models.checkpoint import find_draft, load_draft
 from models.files import ensure_writable, write_json, write_text
 from models.provenance import provenance
+from models.roofline import Device, Load, Reach, load_of
 from models.target import Target
 
 SCHEMA = "leadout.profile/1"

@@ -97,6 +97,13 @@ def pack(sizes: Sequence[int], order: Sequence[int], tokens: int) -> list[list[i
     return batches
 
 
+def dealt(batches: Sequence[list[int]], rank: int, ranks: int) -> list[tuple[list[int], bool]]:
+    """This rank's micro-batches of a step's, and whether they count. Every rank has as many: where they do
+    not go round, the first stands in and does not count."""
+    own = [(batch, True) for batch in batches[rank::ranks]]
+    return own + [(batches[0], False)] * (-(-len(batches) // ranks) - len(own))
+
+
 def shuffled(sizes: Sequence[int], tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """One epoch: every row once, in batches of similar lengths, both in an order drawn from (seed, epoch)."""
     generator = torch.Generator().manual_seed((seed << 20) + epoch)

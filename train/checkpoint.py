@@ -14,14 +14,13 @@ import pickle
 import random
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import safetensors.torch
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from configs.errors import CheckpointError, StorageError
 from models.files import write_folder, write_json, write_tensors
@@ -56,12 +55,21 @@ class State:
     window: Window = field(default_factory=Window)
 
 
-def save(folder: Path, accelerator: Accelerator, state: State, average: Average | None = None) -> None:
+class Keeper(Protocol):
+    """What writes and reads weights, optimisers, schedulers and random states: an `Accelerator`, or one of
+    several ranks' strategies (train/strategies.py)."""
+
+    def save_state(self, folder: str, /) -> Any: ...
+
+    def load_state(self, folder: str, /) -> Any: ...
+
+
+def save(folder: Path, keeper: Keeper, state: State, average: Average | None = None) -> None:
     """Writes everything that a run needs to go on, whole or not at all. Raises `StorageError`."""
 
     def write(temporary: Path) -> None:
         try:
-            accelerator.save_state(str(temporary))
+            keeper.save_state(str(temporary))
         except (RuntimeError, SafetensorError) as error:  # how torch and safetensors report a full disk
             reason = " ".join(str(error).split())[:300]
             raise StorageError(
@@ -75,16 +83,19 @@ def save(folder: Path, accelerator: Accelerator, state: State, average: Average 
     write_folder(folder, write)
 
 
-def restore(folder: Path, accelerator: Accelerator, average: Average | None = None) -> State:
-    """Puts what `accelerator` prepared, and `average`, back as it was. Raises `CheckpointError`."""
+def restore(folder: Path, keeper: Keeper, average: Average | None = None, alone: bool = True) -> State:
+    """Puts what `keeper` keeps, and `average`, back as it was. Raises `CheckpointError`.
+
+    alone: by the one process that wrote it, whose random states must be back.
+    """
     try:
         saved = json.loads((folder / STATE).read_text())
-        accelerator.load_state(str(folder))
+        keeper.load_state(str(folder))
         if average is not None:
             average.load(safetensors.torch.load_file(folder / AVERAGE))
     except UNREADABLE as error:
         raise damaged(folder, str(error)) from error
-    if saved.pop("random") != random_digest():
+    if saved.pop("random") != random_digest() and alone:
         raise damaged(folder, "its random states could not be restored")
     return State(**saved | {"window": Window(**saved["window"])})
 
@@ -100,6 +111,16 @@ def load_weights(folder: Path, module: nn.Module) -> None:
             module.load_state_dict(safetensors.torch.load_file(folder / AVERAGE), strict=False)
     except UNREADABLE as error:
         raise damaged(folder, str(error)) from error
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """What `load_weights` loads, on the CPU; a tied weight once. Raises `CheckpointError`."""
+    try:
+        weights = safetensors.torch.load_file(folder / WEIGHTS)
+        averaged = safetensors.torch.load_file(folder / AVERAGE) if (folder / AVERAGE).exists() else {}
+    except UNREADABLE as error:
+        raise damaged(folder, str(error)) from error
+    return weights | averaged
 
 
 def damaged(folder: Path, reason: str) -> CheckpointError:

@@ -24,11 +24,11 @@ from models import save_draft
 from models.files import ensure_writable
 from models.provenance import provenance
 from models.target import Target, save_target
-from train.checkpoint import load_weights
 from train.features import Cached, Online, cached, rows_digest
 from train.loop import Training
 from train.objectives import Objective
-from train.runs import Run, contract, open_run
+from train.ranks import Ranks, join
+from train.runs import Run, contract, follow, open_run
 
 
 @dataclass(frozen=True)
@@ -73,26 +73,59 @@ def module(path: str, method: str) -> ModuleType:
 
 def distil(config: Config, console: Console) -> Path:
     """Trains as `config` says; returns the run's folder, with `draft/` in it."""
+    ranks = join(config)
+    folder = distil_among(ranks, config, console if ranks.first else Console(quiet=True))
+    ranks.end()
+    return folder
+
+
+def distil_among(ranks: Ranks, config: Config, console: Console) -> Path:
+    """`distil` as one of `ranks`: rank 0 prepares and writes, and the others find what it wrote."""
     method = find_method(config.method)
-    ensure_writable(Path(config.runs) / config.experiment)
-    heldout = evenly(prompts(config, "heldout"), config.trainer.eval_prompts)
-    if not heldout:
-        raise TrafficError(
-            "There are no held-out prompts to judge the draft by. Raise data.heldout_fraction, or name "
-            "data.heldout_sources, and run python -m data.prepare again."
-        )
+    with ranks.in_turn():
+        ensure_writable(Path(config.runs) / config.experiment)
+        heldout = evenly(prompts(config, "heldout"), config.trainer.eval_prompts)
+        if not heldout:
+            raise TrafficError(
+                "There are no held-out prompts to judge the draft by. Raise data.heldout_fraction, or name "
+                "data.heldout_sources, and run python -m data.prepare again."
+            )
     target = Target.load(config.target)
-    rows = load_token_rows(config, target, console)
+    with ranks.in_turn():
+        rows = load_token_rows(config, target, console)
     objective = method.build(target, rows, config.seed)
-    learnt = method.values() | objective.origin()
-    with open_run(config, contract(config, learnt, rows_digest(rows), target.fingerprint())) as run:
+    with shared_run(ranks, config, method, objective, rows, target) as run:
         say(console, run, objective, rows)
-        source = feature_source(config, target, rows, objective, console)
-        training = Training(config, objective, target, source, rows, heldout, run, console)
+        with ranks.in_turn():
+            source = feature_source(config, target, rows, objective, console)
+        training = Training(config, objective, target, source, rows, heldout, run, console, ranks)
         training.resume()
         training.train()
-        finish(training, method)
+        if ranks.first:
+            finish(training, method)
+        ranks.meet()
         return run.folder
+
+
+def shared_run(
+    ranks: Ranks,
+    config: Config,
+    method: Method,
+    objective: Objective,
+    rows: Sequence[TokenRow],
+    target: Target,
+) -> Run:
+    """The run's folder, which rank 0 opens and locks for all."""
+    run: Run | None = None
+
+    def opened() -> Path:
+        nonlocal run
+        learnt = method.values() | objective.origin()
+        run = open_run(config, contract(config, learnt, rows_digest(rows), target.fingerprint()))
+        return run.folder
+
+    folder = ranks.told(opened)
+    return run or follow(folder)
 
 
 def feature_source(
@@ -118,7 +151,6 @@ def finish(training: Training, method: Method) -> None:
     run, state = training.run, training.state
     best = run.best()
     assert best is not None
-    load_weights(best, training.objective)
     measured = run.heldout()
     step = int(best.name.removeprefix("step_"))
     summary = {
@@ -134,12 +166,13 @@ def finish(training: Training, method: Method) -> None:
         **training.objective.describe(),
         "provenance": provenance(),
     }
-    target = training.objective.beside(training.target)
-    if target is not training.target:
-        target.name = str(run.folder / "target")
-        save_target(target, run.folder / "target")
-        training.console.print(f"the target learnt too: the draft belongs to target.name={target.name}")
-    save_draft(run.folder / "draft", training.objective.draft, target, summary)
+    with training.laid.whole(best):
+        target = training.objective.beside(training.target)
+        if target is not training.target:
+            target.name = str(run.folder / "target")
+            save_target(target, run.folder / "target")
+            training.console.print(f"the target learnt too: the draft belongs to target.name={target.name}")
+        save_draft(run.folder / "draft", training.objective.draft, target, summary)
     run.finish(summary)
     training.console.print(f"the draft of step {step} is in {run.folder / 'draft'}")
     if summary["alarm"]:

@@ -2,8 +2,8 @@
 
 Weights and optimiser state are float32 whatever the autocast. One optimiser step may take several
 micro-batches; their losses are divided by the valid positions of all of them together, so that it makes no
-difference how rows are cut into micro-batches. A run that stops anywhere goes on from its last checkpoint
-with bit-equal losses.
+difference how rows are cut into micro-batches, or to which of several processes they are dealt
+(train/ranks.py). A run that stops anywhere goes on from its last checkpoint with bit-equal losses.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from types import FrameType
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
-from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
-from configs.errors import ConfigError, LeadoutError, TrafficError
-from configs.schema import Config, Dtype, Optimizer, TrainerConfig
+from configs.errors import LeadoutError, TrafficError
+from configs.schema import Config, Optimizer
 from data.tokens import Prompt, TokenRow
 from models.target import Target
-from train import acceptance, checkpoint
-from train.batches import Batch, Plan, rounded
+from train import acceptance
+from train.batches import Batch, Plan, dealt, rounded
 from train.checkpoint import State, Window
 from train.ema import Average
 from train.features import Features
-from train.loggers import duration, open_loggers
+from train.loggers import Logger, duration, open_loggers
 from train.objectives import Loss, Objective
-from train.optimizers import optimizers, shares
+from train.optimizers import shares
+from train.ranks import Ranks
 from train.runs import Run
 from train.schedule import share
+from train.strategies import lay
 
 ETA_AFTER = 3  # steps that this process has done when it says how long the rest will take
 
@@ -57,11 +56,14 @@ class Training:
         heldout: Sequence[Prompt],
         run: Run,
         console: Console,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`rows`: what `features` can be asked for. `heldout`: prompts to measure on."""
+        """`rows`: what `features` can be asked for. `heldout`: prompts to measure on. `ranks`: None for one
+        process."""
         self.config, self.trainer = config, config.trainer
         self.objective, self.target, self.features = objective, target, features
         self.heldout, self.run, self.console = heldout, run, console
+        self.ranks = ranks or Ranks()
         self.rows = [n for n in features.usable() if any(rows[n].loss_mask[objective.first_label :])]
         if not self.rows:
             raise TrafficError(
@@ -80,36 +82,40 @@ class Training:
                 f"trainer.max_steps={self.trainer.max_steps}, and trainer.epochs={self.trainer.epochs} have "
                 f"only {self.plan.steps} steps: training ends there."
             )
-        self.accelerator = accelerator(self.trainer, target)
-        made = optimizers(objective, self.trainer)
+        if self.ranks.size > self.trainer.accumulation:
+            console.print(
+                f"trainer.accumulation={self.trainer.accumulation} micro-batches make a step, and "
+                f"{self.ranks.size} processes share them: set it to a multiple of that, or some idle."
+            )
+        self.laid = lay(
+            objective, self.trainer, self.ranks, lambda step: share(step, self.plan.steps, self.trainer)
+        )
+        self.module, self.optimizers = self.laid.module, self.laid.optimizers
         if self.trainer.optimizer is Optimizer.muon:
-            console.print(f"optimizers: {shares(made)}")
-        self.schedulers = [
-            LambdaLR(one, lambda step: share(step, self.plan.steps, self.trainer)) for one in made.values()
-        ]
-        self.module, *prepared = self.accelerator.prepare(objective, *made.values())
-        self.optimizers = dict(zip(made, prepared, strict=True))
-        self.accelerator.register_for_checkpointing(*self.schedulers)
+            console.print(f"optimizers: {shares(self.laid.made)}")
         self.average = None if self.trainer.ema is None else Average(objective, self.trainer.ema)
         self.state = State()
         self.rates: dict[str, float] = {}  # of the last step, by name
         self.saved: int | None = None  # the step that the newest checkpoint is of
-        self.stopping = False  # interrupted
+        self.asked = False  # to stop, by a signal to this process
         self.ended: str | None = None  # why, once it has
 
     def resume(self) -> None:
         """Goes back to the newest checkpoint of the run's folder, if it has one."""
-        folders = self.run.checkpoints()
+        folders = self.ranks.told(self.run.checkpoints)
         if folders:
-            self.state = checkpoint.restore(folders[-1], self.accelerator, self.average)
+            self.state = self.laid.restore(folders[-1], self.average)
             self.saved = self.state.step
             self.console.print(f"going on from step {self.state.step} of {self.plan.steps}")
-        self.run.rewind(self.state.step)
+        if self.ranks.first:
+            self.run.rewind(self.state.step)
 
     def train(self) -> None:
         """Trains to the last step, or until patience ends; the step it ends with is saved and measured."""
         first = self.state.step
-        self.loggers = open_loggers(self.config, self.run, self.plan.steps, first, self.console)
+        self.loggers: list[Logger] = []
+        if self.ranks.first:
+            self.loggers = open_loggers(self.config, self.run, self.plan.steps, first, self.console)
         try:
             with self.interruptible():
                 self.look()  # an interruption may have come between a checkpoint and its measurement
@@ -127,34 +133,32 @@ class Training:
         began = time.perf_counter()
         self.module.train()
         self.objective.begin(self.state.step)
-        batches = [self.batch(numbers) for numbers in self.plan[self.state.step]]
-        positions = torch.stack([self.objective.positions(batch) for batch in batches]).sum(0)
-        losses = [self.backward(batch, positions) for batch in batches]
+        own = dealt(self.plan[self.state.step], self.ranks.rank, self.ranks.size)
+        batches = [(self.batch(numbers), counts) for numbers, counts in own]
+        found = [self.objective.positions(batch) * counts for batch, counts in batches]
+        positions = self.ranks.total(torch.stack(found).sum(0))
+        losses = [
+            self.laid.learn(batch, positions, counts, last=i == len(batches))
+            for i, (batch, counts) in enumerate(batches, start=1)
+        ]
+        tokens = sum(int(batch.mask.sum()) for batch, counts in batches if counts)
+        losses, tokens = self.ranks.pooled(losses, tokens)
         value = sum(loss.value.item() for loss in losses)
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.trainer.clip_norm)
-        norm = math.nan if norm is None else float(norm)
+        norm = self.laid.clip()
         self.refuse_divergence(value, norm)
         self.rates = {name: one.param_groups[0]["lr"] for name, one in self.optimizers.items()}
-        for part in (*self.optimizers.values(), *self.schedulers):
-            part.step()
-        self.module.zero_grad()
+        self.laid.step()
 
         self.state.step += 1
         if self.average is not None:
             self.average.update(self.state.step)
-        tokens = sum(int(batch.mask.sum()) for batch in batches)
         gather(self.state, losses, value, norm, tokens, time.perf_counter() - began)
         for logger in self.loggers:
             logger.step(self.state.step)
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         chosen = [self.rows[n] for n in numbers]
-        return self.objective.batch(self.features, chosen).to(self.accelerator.device)
-
-    def backward(self, batch: Batch, positions: Tensor) -> Loss:
-        loss = self.module(batch, positions)
-        self.accelerator.backward(loss.value)
-        return loss
+        return self.objective.batch(self.features, chosen).to(self.target.device)
 
     def refuse_divergence(self, value: float, norm: float) -> None:
         if math.isfinite(value) and math.isfinite(norm):
@@ -173,23 +177,31 @@ class Training:
         measuring = last or due(step, self.trainer.eval_every)
         if self.state.window.losses and (measuring or due(step, self.trainer.log_every)):
             self.log()
-        saving = measuring or self.stopping or due(step, self.trainer.save_every)
+        stopping = self.ranks.any(self.asked)
+        saving = measuring or stopping or due(step, self.trainer.save_every)
         if saving and self.saved != step:
             self.save()
-        if self.stopping:
+        if stopping:
             raise KeyboardInterrupt
         if measuring:
-            if step not in self.run.heldout():
-                self.measure()
-            self.run.point_best()
-            self.ended = "last step" if last else self.impatience()
-            if self.ended and not last:
-                self.console.print(f"ends after step {step} of {self.plan.steps}: {self.ended}")
-        if saving:
+            self.ended = self.ranks.told(self.judge)
+        if saving and self.ranks.first:
             self.run.prune(self.trainer.keep_checkpoints)
 
+    def judge(self) -> str | None:
+        """Measures what was saved, if that was not done yet; returns why training ends now."""
+        step = self.state.step
+        if step not in self.run.heldout():
+            self.measure()
+        self.run.point_best()
+        if step == self.plan.steps:
+            return "last step"
+        if ended := self.impatience():
+            self.console.print(f"ends after step {step} of {self.plan.steps}: {ended}")
+        return ended
+
     def save(self) -> None:
-        checkpoint.save(self.run.checkpoint(self.state.step), self.accelerator, self.state, self.average)
+        self.laid.save(self.run.checkpoint(self.state.step), self.state, self.average)
         self.saved = self.state.step
 
     def log(self) -> None:
@@ -202,13 +214,23 @@ class Training:
     def measure(self) -> None:
         """Held-out acceptance with the real decoder, of the averaged weights where they are kept."""
         began = time.perf_counter()
-        with nullcontext() if self.average is None else self.average.applied():
+        with self.weights():
             found = acceptance.measure(
                 self.objective, self.objective.beside(self.target), self.heldout, self.config
             )
         self.tell({"step": self.state.step, "heldout": found | {"seconds": time.perf_counter() - began}})
         if found["alarm"]:
             self.console.print(alarm(found), style="bold red")
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Inside the block the objective has whole weights, the averaged ones where they are kept."""
+        if self.laid.cut:
+            with self.laid.whole(self.run.checkpoint(self.state.step)):
+                yield
+        else:
+            with nullcontext() if self.average is None else self.average.applied():
+                yield
 
     def impatience(self) -> str | None:
         """Why to end now: that the last `trainer.patience` measurements brought no new best."""
@@ -235,9 +257,9 @@ class Training:
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.stopping or self.saved == self.state.step:
+            if self.asked or self.saved == self.state.step:
                 raise KeyboardInterrupt
-            self.stopping = True
+            self.asked = True
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -245,17 +267,6 @@ class Training:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def accelerator(trainer: TrainerConfig, target: Target) -> Accelerator:
-    precision = {Dtype.bfloat16: "bf16", Dtype.float16: "fp16", Dtype.float32: "no"}[trainer.autocast]
-    made = Accelerator(mixed_precision=precision, cpu=target.device.type == "cpu")
-    if made.num_processes > 1:
-        raise ConfigError(
-            f"This run was started as {made.num_processes} processes, and training uses one. Start it with "
-            "python -m train.distill, without a launcher."
-        )
-    return made
 
 
 def due(step: int, every: int) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from omegaconf import OmegaConf
 
 from configs.errors import CheckpointError, ConfigError
-from configs.schema import Config
+from configs.schema import Config, Strategy
 from models.files import ensure_writable, read_lines, write_atomic, write_json, write_text
 
 # The trainer's settings that do not change the course of the losses: how often to look, at what, how long.
@@ -43,6 +43,8 @@ def contract(config: Config, method: dict[str, Any], rows: str, target: str) -> 
     fingerprint.
     """
     trainer = {name: value for name, value in asdict(config.trainer).items() if name not in FREE}
+    if config.trainer.strategy is Strategy.none:
+        del trainer["strategy"]  # as in runs from before there were others
     parts = {
         "seed": config.seed,
         "method": method,
@@ -134,6 +136,11 @@ def open_run(config: Config, contract: dict[str, Any]) -> Run:
             if same and (lock := locked(folder)) is not None:
                 return Run(folder, lock)
     return create(root, config, contract)
+
+
+def follow(folder: Path) -> Run:
+    """The run that rank 0 of this job opened, for another rank to read."""
+    return Run(folder, open(os.devnull, "w"))
 
 
 def named(folder: Path, contract: dict[str, Any]) -> Run:

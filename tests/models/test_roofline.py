@@ -9,7 +9,7 @@ from transformers import LlamaConfig, MixtralConfig
 
 from configs.errors import ConfigError, TargetError
 from configs.schema import TargetConfig
-from eval.roofline import BEST, USUAL, Device, Load, Reach, device_named, load_of
+from models.roofline import BEST, USUAL, Device, Load, Reach, device_named, load_of
 from models.target import Target
 from tests.eval.samples import LLAMA_8B, LLAMA_70B, llama
 
