@@ -10,7 +10,8 @@
 `Config`. Hydra's own flags work as ever (`--help`, `--cfg job`, `-m` for sweeps).
 
 Exit status: 0 done; 2 an error whose message says how to mend it; 130 interrupted; 1 a defect of ours, which
-keeps its traceback; 3 eval.lossless found something.
+keeps its traceback; 3 eval.lossless found something, or eval.ab had too
+many failed requests to tell.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +58,7 @@ from models.provenance import provenance
 SCHEMA = "leadout.ab/1"
 PARTIAL = "ab.partial.jsonl"
 SIDES = ("a", "b")
+FAILED = 3  # exit status: so many requests failed that nothing is said of speed
 FAILED_AT_MOST = 0.05  # share of failed requests above which speeds are not compared
 CLIENT_SHARE = 0.5  # of one core; above it our own times may be what is measured
 FEW_BLOCKS = 10  # pairs of blocks below which that is said
@@ -67,7 +70,9 @@ Statistic = Callable[[NDArray[np.float64]], NDArray[np.float64]]  # how often ea
 
 @entry()
 def main(config: Config) -> None:
-    ab(config, wide_console())
+    written = ab(config, wide_console())
+    if any(max(failed_share(load).values()) > FAILED_AT_MOST for load in written["loads"]):
+        sys.exit(FAILED)
 
 
 def ab(config: Config, console: Console) -> dict[str, Any]:
@@ -116,6 +121,11 @@ def check_sides(config: Config) -> None:
             "eval.ab compares two servers: name both, as in ab.a=http://localhost:8000/v1 "
             "ab.b=http://localhost:8001/v1. (The same one twice shows how large chance differences are.)"
         )
+    for side, address in (("a", config.ab.a), ("b", config.ab.b)):
+        try:
+            urlsplit(address).port  # noqa: B018  a property that checks
+        except ValueError as error:
+            raise ConfigError(f"ab.{side}={address} is no address: {error}.") from None
 
 
 # ---- what is sent ----
@@ -621,10 +631,16 @@ def failures(side: dict[str, Any]) -> str:
     return f"{sum(errors.values())} of {side['requests']}" + (f" ({kinds})" if kinds else "")
 
 
+def failed_share(load: dict[str, Any]) -> dict[str, float]:
+    """Of each side's requests."""
+    sides = load["sides"]
+    return {side: sum(sides[side]["errors"].values()) / sides[side]["requests"] for side in SIDES}
+
+
 def verdict(load: dict[str, Any]) -> str:
     """One sentence: which side is faster, by what its interval says; and how many requests failed."""
     value, ends, sides = load["speedup"], load["speedup_ci"], load["sides"]
-    failed = {side: sum(sides[side]["errors"].values()) / sides[side]["requests"] for side in SIDES}
+    failed = failed_share(load)
     told = ", ".join(f"{side.upper()}: {failures(sides[side])}" for side in SIDES if failed[side])
     clause = f"; failed requests, {told}" if told else ""
     start = load["name"][0].upper() + load["name"][1:]

@@ -66,7 +66,10 @@ def sentence(first: str, row: dict[str, Any]) -> str:
     """What holding a measurement against the first one says."""
     held, name = row["against_first"], row["name"]
     if held is None or held["speedup"] is None:
-        return f"{name} and {first} share no prompt decoded alone: compare their own figures."
+        return (
+            f"{name} and {first} share no prompt that both decoded alone (those of a batch share its time): "
+            "compare their own figures."
+        )
     ends = held["speedup_ci"]
     over = (
         f"{with_interval(held['speedup'], ends, times)} its speedup on the {held['prompts']} prompts of both"

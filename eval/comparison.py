@@ -94,7 +94,7 @@ def decode(key: str) -> Callable[[dict[str, Any]], str]:
 
 def prompts(found: dict[str, Any]) -> str:
     """How many, and a digest of which: what they are called and how long they are once rendered."""
-    first_turns = (pair for pair in found["details"] if not pair.get("turn"))
+    first_turns = (p for p in found["details"] if not p.get("turn") and not p.get("probe"))
     asked = sorted({(pair["prompt"], pair["prompt_tokens"]) for pair in first_turns})
     return f"{len(asked)} ({hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:8]})"
 
@@ -288,11 +288,12 @@ def against(first: Measured, other: Measured, setting: Setting) -> dict[str, Any
 
 
 def sums(one: Measured, temperature: float) -> dict[str, NDArray[np.float64]]:
-    """For each prompt decoded alone at `temperature`, over its repeats: plain seconds and tokens, speculative
-    seconds and tokens, rounds, accepted tokens."""
+    """For each prompt of the traffic decoded alone at `temperature`, over its repeats: plain seconds and
+    tokens, speculative seconds and tokens, rounds, accepted tokens."""
     found: dict[str, NDArray[np.float64]] = {}
     for pair in one.found["details"]:
-        if pair["temperature"] == temperature and pair.get("batch_size", 1) == 1:
+        alone = pair.get("batch_size", 1) == 1 and not pair.get("probe")
+        if alone and pair["temperature"] == temperature:
             plain, draft = pair["plain"], pair["draft"]
             row = [plain["seconds"], plain["new_tokens"], draft["seconds"], draft["new_tokens"]]
             row += [draft["rounds"], draft["accepted"]]

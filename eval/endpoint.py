@@ -111,7 +111,7 @@ class Stream:
                     self.pieces.append(now - self.began)
                     self.texts.append(text)
                 self.finish = choice.get("finish_reason") or self.finish
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError):
             raise Failed(BAD_CHUNK, data.decode("utf-8", "replace")) from None
 
     def check_whole(self) -> None:
@@ -165,7 +165,7 @@ class Endpoint:
             pieces=stream.pieces,
             text="".join(stream.texts),
             finish=stream.finish,
-            tokens=stream.tokens,
+            tokens=stream.tokens if stream.tokens or not stream.pieces else None,  # text is not of 0 tokens
             retried=failures,
         )
 
@@ -190,7 +190,7 @@ class Endpoint:
         """Whether anybody answers."""
         try:
             await self.client.get(f"{self.root}/v1/models", timeout=10.0)
-        except httpx.TransportError:
+        except httpx.RequestError:
             return False
         return True
 
@@ -198,7 +198,7 @@ class Endpoint:
         """What stands there; None if nothing does."""
         try:
             response = await self.client.get(f"{self.root}{path}", timeout=10.0)
-        except httpx.TransportError:
+        except httpx.RequestError:
             return None
         return response if response.status_code == 200 else None
 
@@ -207,7 +207,7 @@ class Endpoint:
         there, or names no model and none is asked for."""
         try:
             response = await self.client.get(f"{self.root}/v1/models", timeout=10.0)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise TrafficError(
                 f"ab.{side}={self.root} does not answer ({type(error).__name__} {error}). Start that server, "
                 "or correct the address."

@@ -52,7 +52,7 @@ from eval.pictures import (
     sweep,
 )
 from eval.rows import verdict
-from models.files import write_bytes, write_folder, write_text
+from models.files import storage, write_bytes, write_text
 
 Row = dict[str, Any]
 Rows = dict[tuple[str, str], Row]  # by category and context bucket
@@ -146,13 +146,11 @@ def read_prediction(folder: Path) -> dict[str, Any] | None:
 
 
 def write_pictures(folder: Path, drawn: Sequence[Picture]) -> None:
-    """Every picture as `folder`/NAME.png, in place of those that were there."""
-
-    def write(temporary: Path) -> None:
-        for picture in drawn:
-            write_bytes(temporary / f"{picture.name}.png", picture.png())
-
-    write_folder(folder, write)
+    """Every picture as `folder`/NAME.png; nothing else there is touched."""
+    with storage(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for picture in drawn:
+        write_bytes(folder / f"{picture.name}.png", picture.png())
 
 
 # ---- the page ----

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.errors import StorageError
 from models.files import write_atomic, write_folder, write_json, write_tensors, write_text
 
 
@@ -36,7 +37,8 @@ def write_export(
     """Writes weights, config.json and tokenizer beside `folder`, runs `check` on that, adds `texts` (by file
     name), and only then renames it.
 
-    Whatever a killed export left behind is removed first.
+    Whatever a killed export left behind is removed first. Only an earlier export is replaced: `StorageError`
+    where `folder` holds anything that this one does not write.
     """
     sweep(folder)
 
@@ -48,8 +50,21 @@ def write_export(
         check(temporary)
         for name, text in (texts(temporary) if texts else {}).items():
             write_text(temporary / name, text)
+        refuse_others(folder, temporary)
 
     write_folder(folder, write)
+
+
+def refuse_others(folder: Path, written: Path) -> None:
+    """Raises `StorageError` unless `folder` is absent, or holds no other names than `written` does."""
+    instead = "Move it away, or set export.output to another folder."
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"{folder} is a file, and an export is a folder. {instead}")
+    there = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
+    if others := there - {path.name for path in written.iterdir()}:
+        raise StorageError(
+            f"{folder} would be replaced, and {', '.join(sorted(others))} is no part of an export. {instead}"
+        )
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:

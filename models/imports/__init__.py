@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from configs.errors import CheckpointError
 from configs.schema import ImportsConfig
 from models.checkpoint import CONFIG
@@ -23,6 +25,8 @@ from models.imports.network import build
 from models.target import Target
 
 log = logging.getLogger(__name__)
+
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, StrictDataclassError)
 
 # Asked in this order: the first that knows the folder reads it.
 FAMILIES: tuple[ModuleType, ...] = (peagle, dflash, eagle3, eagle1, medusa, mlp_speculator, small)
@@ -41,8 +45,17 @@ def load_published(folder: Path, target: Target) -> Any:
 def read_published(folder: Path, target: Target, choices: ImportsConfig) -> tuple[Any, list[str]]:
     """(the network as `load_published` gives it, how the files were read)."""
     published = Published(folder)
-    draft = family_of(published).read(published, target, choices)
-    return build(draft, published, target), draft.notes
+    family = family_of(published)
+    try:
+        draft = family.read(published, target, choices)
+        return build(draft, published, target), draft.notes
+    except UNREADABLE as error:  # whatever a stranger's files may hold in a field's place
+        name = family.__name__.rpartition(".")[2]
+        said = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{folder} is no whole draft of {name}: a field of {CONFIG} is absent or of the wrong kind, or a "
+            f"tensor has another shape ({type(error).__name__}: {said}). Fetch it again, or mend {CONFIG}."
+        ) from error
 
 
 def family_of(published: Published) -> ModuleType:

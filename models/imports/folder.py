@@ -77,7 +77,7 @@ def names_in(file: Path) -> list[str]:
 def read_tensors(file: Path) -> dict[str, Tensor]:
     loaded = read_weights(file) if file.suffix == ".safetensors" else read_pickle(file)
     for name, tensor in loaded.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(
                 f"{file} holds {name!r}, which is no tensor: it is no state dict. Name a folder with the "
                 "draft's weights, not with a trainer's state."
@@ -94,7 +94,7 @@ def read_pickle(file: Path) -> dict[str, Any]:
             f"{file} is no plain file of tensors: reading it would run code, or it is damaged. Ask for the "
             "draft as safetensors, or fetch it again."
         ) from error
-    except (OSError, EOFError, RuntimeError) as error:
+    except (OSError, EOFError, RuntimeError, LookupError, ValueError, TypeError) as error:
         raise CheckpointError(f"{file} is truncated or damaged: {error}. Fetch the draft again.") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{file} holds a {type(loaded).__name__} and no tensors by name.")

@@ -127,6 +127,13 @@ def test_a_reply_without_usage_is_whole(server: FakeServer) -> None:
     assert stage.tpot(answer) == []
 
 
+def test_text_of_no_tokens_is_a_reply_without_usage(server: FakeServer) -> None:
+    server.otherwise = Play(tokens=0)
+    assert answered(server.url).tokens is None
+    server.otherwise = Play(garbage=b'{"choices": [], "usage": {"completion_tokens": Infinity}}')
+    assert answered(server.url).error == "bad chunk"
+
+
 def test_a_reply_of_nothing_is_whole_and_has_no_first_token(server: FakeServer) -> None:
     server.otherwise = Play((), tokens=1)
     answer = answered(server.url)
@@ -570,6 +577,15 @@ def test_a_server_that_is_not_there_or_goes_away(tmp_path: Path, server: FakeSer
     made = workspace(tmp_path, (server.url, "http://127.0.0.1:9/v1"))
     with pytest.raises(TrafficError, match=r"ab\.b=http://127\.0\.0\.1:9 does not answer"):
         run(made)
+    with pytest.raises(
+        ConfigError, match=r"ab\.b=http://127\.0\.0\.1:99999/v1 is no address: Port out of range"
+    ):
+        run(workspace(tmp_path, (server.url, "http://127.0.0.1:99999/v1")))
+
+
+def test_too_many_failures_are_an_exit_status() -> None:
+    lines = [line([reply(1.0)], [reply(1.0, error="HTTP 500")], (1.0, 1.0), [str(i)]) for i in range(3)]
+    assert stage.failed_share(load_of(lines)) == {"a": 0, "b": 1}
 
 
 def test_a_server_that_goes_away_stops_the_run(tmp_path: Path, pair: tuple[FakeServer, FakeServer]) -> None:

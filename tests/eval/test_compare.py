@@ -19,7 +19,9 @@ from eval.comparison import (
     comparison,
     conditions,
     names,
+    prompts,
     settings_of,
+    sums,
     warnings,
 )
 from eval.rows import Pair
@@ -80,6 +82,13 @@ def test_none_where_no_prompt_is_shared_or_prompts_were_decoded_together() -> No
     other = [pair("C", plain_run([1, 2]), draft_run([1, 2], [0]))]
     assert against(measured("a"), measured("b", pairs=other), GREEDY) is None
     assert against(measured("a"), measured("b"), (0.0, 4, True)) is None
+
+
+def test_probes_are_no_shared_prompts() -> None:
+    one = measured("a")
+    before = prompts(one.found), sorted(sums(one, 0.0))
+    one.found["details"].append(one.found["details"][0] | {"prompt": "recall 60", "probe": True})
+    assert (prompts(one.found), sorted(sums(one, 0.0))) == before
 
 
 def test_a_lossy_rule_gets_a_setting_of_its_own() -> None:

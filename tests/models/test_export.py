@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig
 
-from configs.errors import CheckpointError
+from configs.errors import CheckpointError, StorageError
 from models.eagle3 import Eagle3
 from models.export.eagle3 import LAYOUTS, check, check_steps, refuse, serve, sglang, vllm
 from models.export.layout import Layout, write_export
@@ -423,12 +423,19 @@ def test_kill_leaves_no_half_folder_and_a_rerun_completes(
     assert [path.name for path in folder.parent.iterdir()] == ["vllm"]
 
 
-def test_an_earlier_export_is_replaced_whole(tmp_path: Path, target: Target, draft: Eagle3) -> None:
+def test_an_earlier_export_is_replaced_and_nothing_else(
+    tmp_path: Path, target: Target, draft: Eagle3
+) -> None:
     written(tmp_path / "e", draft, target)
-    (tmp_path / "e" / "left over").write_text("old")
     config, _ = written(tmp_path / "e", tiny_draft(target, norm_output=True), target)
     assert config["norm_output"] is True
-    assert not (tmp_path / "e" / "left over").exists()
+    (tmp_path / "e" / "precious").write_text("mine")
+    with pytest.raises(StorageError, match="precious is no part of an export"):
+        written(tmp_path / "e", draft, target)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="is a file"):
+        written(tmp_path / "file", draft, target)
+    assert (tmp_path / "e" / "precious").read_text() == (tmp_path / "file").read_text() == "mine"
 
 
 def test_unfinished_folders_of_running_exports_are_left_alone(

@@ -80,6 +80,17 @@ def test_an_output_that_cannot_be_written(tmp_path: Path) -> None:
         export(config, Console(file=io.StringIO()))
 
 
+def test_what_is_no_export_is_never_replaced(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    config.export.engines = ["vllm"]
+    (folder,) = export(config, Console(file=io.StringIO()))
+    export(config, Console(file=io.StringIO()))  # an earlier export is
+    (folder / "precious.txt").write_text("mine")
+    with pytest.raises(StorageError, match=r"precious\.txt is no part of an export"):
+        export(config, Console(file=io.StringIO()))
+    assert (folder / "precious.txt").read_text() == "mine"
+
+
 def test_a_draft_with_an_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
     config, target = configured(tmp_path), tiny_target()
     draft = tiny_draft(target)

@@ -354,6 +354,26 @@ class Trap:
         return Path.touch, (Path("trap-was-sprung"),)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"hidden_size": "wide"}, {"num_attention_heads": 5}, {"vocab_size": None}, {"eagle_config": "x"}],
+)
+def test_a_config_that_makes_no_sense_is_one_sentence(
+    tmp_path: Path, target: Target, draft: Eagle3, wrong: dict[str, Any]
+) -> None:
+    folder = publish(tmp_path / "d", authors_tensors(draft), llama(draft_vocab_size=48) | wrong)
+    with pytest.raises(CheckpointError):
+        load_draft(folder, target)
+
+
+def test_a_damaged_pickle_is_one_sentence(tmp_path: Path, target: Target, draft: Eagle3) -> None:
+    folder = publish(tmp_path / "d", authors_tensors(draft), llama(), "pytorch_model.bin")
+    for contents in (b".", b"abc."):
+        (folder / "pytorch_model.bin").write_bytes(contents)
+        with pytest.raises(CheckpointError, match=r"truncated or damaged|no plain file of tensors"):
+            load_draft(folder, target)
+
+
 def test_a_pickle_is_never_run(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = publish(tmp_path / "d", {"x": torch.ones(1)}, llama(), "pytorch_model.bin")
