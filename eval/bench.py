@@ -40,7 +40,7 @@ from eval.machine import Contention, PeakMemory
 from eval.memory import cache_bytes
 from eval.rows import Conditions, Divergence, Pair, Run, shares
 from eval.terminal import bar
-from models.checkpoint import CONFIG, weight_files
+from models.checkpoint import draft_hash
 from models.files import append_line, open_append, read_lines, sha256_file
 from models.target import Target
 
@@ -436,12 +436,6 @@ class Partial:
 def content(prompt: Prompt) -> str:
     """SHA-256 of the prompt as the target reads it."""
     return hashlib.sha256(json.dumps(prompt.ids).encode()).hexdigest()
-
-
-def draft_hash(folder: Path) -> str:
-    """SHA-256 over the hashes of a draft's config.json and weights."""
-    files = [sha256_file(file) for file in (folder / CONFIG, *weight_files(folder))]
-    return hashlib.sha256(" ".join(files).encode()).hexdigest()
 
 
 def dtype_name(target: Target) -> str:

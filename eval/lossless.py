@@ -31,11 +31,11 @@ from configs.schema import Config, Verification
 from data.tokens import Prompt, evenly, prompts, split_file
 from decoding.law import Law
 from decoding.sequence import Generation, Request
-from eval.bench import Bench, as_plain, draft_hash, dtype_name, first_difference, run_key, seed_of
+from eval.bench import Bench, as_plain, dtype_name, first_difference, run_key, seed_of
 from eval.measure import default_output
 from eval.terminal import bar, wide_console
 from eval.uniform import Result, Sample, examined, least_bias, place
-from models.checkpoint import find_draft, load_draft
+from models.checkpoint import draft_hash, find_draft, load_draft
 from models.files import append_line, ensure_writable, lines_under, read_lines, write_json
 from models.provenance import provenance
 from models.target import Target

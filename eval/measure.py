@@ -35,7 +35,6 @@ from eval.bench import (
     batch_sizes,
     check_decoding,
     content,
-    draft_hash,
     dtype_name,
     run_key,
     temperatures,
@@ -49,7 +48,7 @@ from eval.rows import Conditions, Pair, gaps, quantile_curve, rows, rows_by_repl
 from eval.samples import samples
 from eval.terminal import show, warn_if_busy, wide_console
 from eval.tracking import log_measurement
-from models.checkpoint import find_draft, load_draft, training_of
+from models.checkpoint import draft_hash, find_draft, load_draft, training_of
 from models.files import ensure_writable, sha256_file, write_json, write_text
 from models.provenance import provenance
 from models.target import Target

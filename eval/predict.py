@@ -36,10 +36,10 @@ from decoding.build import network_drafter
 from decoding.costs import measured_costs, measured_drafting
 from decoding.growth import ChainGrowth
 from eval.advice import by_batch
-from eval.bench import as_plain, draft_hash
+from eval.bench import as_plain
 from eval.measure import default_output
 from eval.terminal import wide_console
-from models.checkpoint import find_draft, load_draft
+from models.checkpoint import draft_hash, find_draft, load_draft
 from models.files import ensure_writable, write_json
 from models.provenance import provenance
 from models.roofline import BEST, USUAL, Load, Reach, device_named, load_of

@@ -46,7 +46,7 @@ from decoding.decoder import Batch, Decoder
 from decoding.drafters.medusa import HeadsReader
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Params, Request
-from eval.bench import as_plain, draft_hash
+from eval.bench import as_plain
 from eval.machine import Contention, share_of_others
 from eval.measure import default_output
 from eval.pictures import standalone
@@ -54,7 +54,7 @@ from eval.profile_picture import picture
 from eval.ranges import PARTS, Clock, marked, marks_of, readers, recorded
 from eval.terminal import bar, warn_if_busy, wide_console
 from eval.trace import Event, Share, Split, last_round, split
-from models.checkpoint import find_draft, load_draft
+from models.checkpoint import draft_hash, find_draft, load_draft
 from models.files import ensure_writable, write_json, write_text
 from models.provenance import provenance
 from models.roofline import Device, Load, Reach, load_of

@@ -36,9 +36,9 @@ from decoding.growth import ChainGrowth, StaticGrowth
 from decoding.sequence import Params, Request, Round
 from decoding.sequoia import Plan, Trials, plans, wide_shape
 from decoding.shapes import Conditions, write_shape
-from eval.bench import draft_hash, seed_of
+from eval.bench import seed_of
 from eval.terminal import bar, wide_console
-from models.checkpoint import find_draft, load_draft
+from models.checkpoint import draft_hash, find_draft, load_draft
 from models.files import ensure_writable, read_lines
 from models.provenance import provenance
 from models.target import Target

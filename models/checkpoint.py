@@ -7,6 +7,7 @@ refuses with the reason. Drafts that others wrote are read too, by models/import
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from configs.errors import CheckpointError, ConfigError
-from models.files import write_folder
+from models.files import sha256_file, write_folder
 from models.hub import is_hub_name, linked
 
 if TYPE_CHECKING:
@@ -148,6 +149,12 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS]
     found = (sorted(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS)
     return next((files for files in found if files), [])
+
+
+def draft_hash(folder: Path) -> str:
+    """SHA-256 over the hashes of a draft's config.json and weights."""
+    files = [sha256_file(file) for file in (folder / CONFIG, *weight_files(folder))]
+    return hashlib.sha256(" ".join(files).encode()).hexdigest()
 
 
 def refuse_stranger(config: dict[str, Any], target: Target, folder: Path) -> None:

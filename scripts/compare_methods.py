@@ -35,11 +35,12 @@ from data.tokens import Prompt, evenly, prompts
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Round
-from eval.bench import Bench, as_run, draft_hash, seed_of
+from eval.bench import Bench, as_run, seed_of
 from eval.machine import share_of_others
 from eval.pictures import speedups, standalone
 from eval.rows import Conditions, Pair, Run, rows
 from models import find_draft, load_draft
+from models.checkpoint import draft_hash
 from models.files import append_line, lines_under, read_lines, write_json, write_text
 from models.provenance import provenance
 from models.target import Target

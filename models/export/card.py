@@ -8,7 +8,6 @@ Sources: the native checkpoint's config.json, the run's config.yaml and measure/
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +19,8 @@ from huggingface_hub.file_download import try_to_load_from_cache
 from omegaconf import OmegaConf
 
 from configs.schema import Config
-from models.checkpoint import CONFIG, WEIGHTS, read_config
+from models.checkpoint import draft_hash, read_config
 from models.export.layout import Layout
-from models.files import sha256_file
 from models.provenance import provenance
 from models.target import Target
 
@@ -141,9 +139,7 @@ def measured(source: Path) -> dict[str, Any] | None:
     """The measurement of exactly these weights, where `eval.measure` puts it by default."""
     name = "measure" if source.name == "draft" else f"{source.name}-measure"
     found = read_json(source.with_name(name) / "measure.json")
-    files = [sha256_file(source / file) for file in (CONFIG, WEIGHTS)]
-    sha256 = hashlib.sha256(" ".join(files).encode()).hexdigest()  # as eval.measure has it
-    return found if found and found["draft"]["sha256"] == sha256 else None
+    return found if found and found["draft"]["sha256"] == draft_hash(source) else None
 
 
 def licence(config: Config, target: Target) -> dict[str, str]:
@@ -297,13 +293,15 @@ def measurement(facts: Facts) -> Iterator[str]:
     yield "Not measured with `eval.measure`: no speedup is claimed."
     held = facts.training.get("heldout")
     if held:
-        sure = "" if facts.confidence is None else f" at {facts.confidence:.0%} confidence"
+        # One prompt has no interval.
+        known = facts.confidence is not None and held["mean_acceptance_length_ci"] is not None
+        sure = f" at {facts.confidence:.0%} confidence" if known else ""
         yield ""
         yield (
-            f"While training, Leadout's decoder accepted {held['acceptance_rate']:.1%} of what was drafted "
-            f"on {held['prompts']} held-out prompts ({held['rounds']:,} rounds, greedily, at most "
-            f"{held['draft_tokens']} tokens drafted a round): {held['mean_acceptance_length']:.2f} tokens a "
-            f"round, {interval(held['mean_acceptance_length_ci'])}{sure}."
+            f"While training, Leadout's decoder accepted {shown(held['acceptance_rate'], '.1%')} of what was "
+            f"drafted on {held['prompts']} held-out prompts ({held['rounds']:,} rounds, greedily, at most "
+            f"{held['draft_tokens']} tokens drafted a round), making "
+            f"{spread(held, 'mean_acceptance_length')} tokens a round{sure}."
         )
 
 

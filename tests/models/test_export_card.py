@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from configs.schema import Config, DataConfig, Dtype, ExportConfig, MethodConfig, TargetConfig
@@ -170,7 +171,17 @@ def test_not_measured_is_said(tmp_path: Path, target: Target) -> None:
     assert "no speedup is claimed" in card
     assert "1.65" not in card
     assert "accepted 11.2% of what was drafted on 12 held-out prompts (540 rounds" in card
-    assert "1.32 tokens a round, [1.24, 1.41] at 90% confidence" in card
+    assert "making 1.32 [1.24, 1.41] tokens a round at 90% confidence." in card
+
+
+def test_figures_that_training_could_not_give_are_dashes(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = dict.fromkeys(("mean_acceptance_length_ci", "acceptance_rate"))
+    monkeypatch.setitem(TRAINING, "heldout", {**TRAINING["heldout"], **none})
+    card, _ = written(workspace(tmp_path, target), target)
+    assert "accepted – of what was drafted" in card
+    assert "making 1.32 tokens a round." in card
 
 
 def test_licences(tmp_path: Path) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from configs.errors import CheckpointError
 from models.dflash import DFlash, NetworkConfig
+from models.export import dflash
 from models.export.dflash import LAYOUTS, check, refuse, serve, vllm
-from models.export.layout import write_export
 from models.target import Target
 from tests.conftest import tiny_tokenizer
-from tests.models.test_export_peagle import spare_target
+from tests.models import exports
+from tests.models.exports import edit, edit_tensors, spare_target
+
+written = partial(exports.written, dflash)
 
 
 def made(target: Target, **network: Any) -> DFlash:
@@ -37,24 +40,6 @@ def target() -> Target:
 @pytest.fixture
 def draft(target: Target) -> DFlash:
     return made(target)
-
-
-def written(folder: Path, draft: DFlash, target: Target) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(config, tensors) of a verified export."""
-    layout = vllm(draft, target)
-    write_export(folder, layout, target.tokenizer, lambda where: check(where, draft, target))
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    tensors = load_file(folder / "model.safetensors") | changes
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    save_file(kept, folder / "model.safetensors")
 
 
 def test_layout(tmp_path: Path, target: Target, draft: DFlash) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from configs.errors import CheckpointError
 from models.eagle1 import Eagle1, NetworkConfig
+from models.export import eagle1
 from models.export.eagle1 import LAYOUTS, check, refuse, serve
-from models.export.layout import write_export
 from models.target import Target
 from tests.conftest import tiny_target, tiny_tokenizer
+from tests.models import exports
+from tests.models.exports import edit, edit_tensors
+
+written = partial(exports.written, eagle1)
 
 LAYER_0 = [
     "post_attention_layernorm",
@@ -36,26 +40,6 @@ def made(target: Target, **network: Any) -> Eagle1:
 @pytest.fixture
 def draft(target: Target) -> Eagle1:
     return made(target)
-
-
-def written(
-    folder: Path, draft: Eagle1, target: Target, engine: str = "vllm"
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(config, tensors) of a verified export."""
-    layout = LAYOUTS[engine](draft, target)
-    write_export(folder, layout, target.tokenizer, lambda where: check(where, draft, target))
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    tensors = load_file(folder / "model.safetensors") | changes
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    save_file(kept, folder / "model.safetensors")
 
 
 def test_names(tmp_path: Path, target: Target, draft: Eagle1) -> None:

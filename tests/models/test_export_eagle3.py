@@ -5,20 +5,24 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from configs.errors import CheckpointError
 from models.eagle3 import Eagle3
+from models.export import eagle3
 from models.export.eagle3 import LAYOUTS, check, llama_cpp, portable, refuse, serve
-from models.export.layout import write_export
 from models.export.reference import flattened
 from models.target import Target
 from tests.conftest import tiny_draft, tiny_target, tiny_tokenizer
+from tests.models import exports
+from tests.models.exports import edit, edit_tensors
+
+written = partial(exports.written, eagle3)
 
 ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
 ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
@@ -28,28 +32,6 @@ ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
 def target() -> Target:
     """Deep enough for the engines' default taps: [2, 4, 5] of 8."""
     return tiny_target(layers=8, max_position_embeddings=8192)
-
-
-def written(
-    folder: Path, draft: Eagle3, target: Target, engine: str
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(config, tensors) of a verified export."""
-    layout = LAYOUTS[engine](draft, target)
-    write_export(folder, layout, target.tokenizer, lambda where: check(where, draft, target))
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Sets tensors (dots written as __), or removes those set to None."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors |= {name.replace("__", "."): value for name, value in changes.items()}
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    save_file(kept, folder / "model.safetensors")
 
 
 # ---- the folders ----
@@ -264,7 +246,7 @@ def test_a_missing_norm(folder: Path, target: Target, draft: Eagle3, name: str) 
 
 def test_a_swapped_fc_order(folder: Path, target: Target, draft: Eagle3) -> None:
     low, middle, high = draft.fc.weight.detach().split(32, dim=1)
-    edit_tensors(folder, fc__weight=torch.cat([high, middle, low], dim=1))
+    edit_tensors(folder, **{"fc.weight": torch.cat([high, middle, low], dim=1)})
     named = r"fc reads hidden_states\[5\] from the columns where the draft's reads hidden_states\[2\]"
     with pytest.raises(RuntimeError, match=named):
         check(folder, draft, target)
@@ -297,7 +279,7 @@ def test_a_truncated_file(folder: Path, target: Target, draft: Eagle3) -> None:
 
 def test_a_random_embedding(tmp_path: Path, target: Target, draft: Eagle3) -> None:
     written(tmp_path / "e", draft, target, "portable")
-    edit_tensors(tmp_path / "e", embed_tokens__weight=torch.randn(64, 32))
+    edit_tensors(tmp_path / "e", **{"embed_tokens.weight": torch.randn(64, 32)})
     with pytest.raises(RuntimeError, match="embed_tokens is not the target's"):
         check(tmp_path / "e", draft, target)
 

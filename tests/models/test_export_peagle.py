@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from configs.errors import CheckpointError
+from models.export import peagle
 from models.export.layout import write_export
 from models.export.llama import mask_note, placeholder
 from models.export.peagle import LAYOUTS, check, refuse, serve, speculators
 from models.peagle import NetworkConfig, PEagle
 from models.target import Target
 from tests.conftest import tiny_model, tiny_tokenizer
+from tests.models import exports
+from tests.models.exports import edit, edit_tensors, spare_target
 
-
-def spare_target(**config: Any) -> Target:
-    """60 tokens, and 4 rows of the embedding beyond them."""
-    return Target.wrap(tiny_model(64, layers=8, **config), tiny_tokenizer(60), name="tiny")
+written = partial(exports.written, peagle)
 
 
 def made(target: Target, **network: Any) -> PEagle:
@@ -41,26 +41,6 @@ def target() -> Target:
 @pytest.fixture
 def draft(target: Target) -> PEagle:
     return made(target)
-
-
-def written(
-    folder: Path, draft: PEagle, target: Target, engine: str
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """(config, tensors) of a verified export."""
-    layout = LAYOUTS[engine](draft, target)
-    write_export(folder, layout, target.tokenizer, lambda where: check(where, draft, target))
-    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def edit_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    tensors = load_file(folder / "model.safetensors") | changes
-    kept = {name: value for name, value in tensors.items() if value is not None}
-    save_file(kept, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("engine", LAYOUTS)
