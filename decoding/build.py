@@ -8,6 +8,7 @@ from typing import Any
 
 from configs.errors import ConfigError
 from configs.schema import DecodeConfig, Drafting, StopDrafting, Tree
+from decoding.compiled import Compiled
 from decoding.costs import Costs, measured_costs
 from decoding.decoder import Decoder
 from decoding.drafters import Drafter, foreign, small
@@ -23,8 +24,18 @@ from models.packing import pack
 from models.target import Target
 
 
-def build_decoder(target: Target, draft: Any, decode: DecodeConfig, name: str = "draft") -> Decoder:
-    """A decoder as `decode` says. `name` tells the draft from others where costs are measured and kept."""
+def build_decoder(
+    target: Target,
+    draft: Any,
+    decode: DecodeConfig,
+    name: str = "draft",
+    compiled: Compiled | None = None,
+) -> Decoder:
+    """A decoder as `decode` says.
+
+    name: tells the draft from others where costs are measured and kept. compiled: the target's forwards,
+    where another decoder has them already.
+    """
     costs = None
     if decode.pad_trees or decode.stop_drafting is StopDrafting.marginal:
         fixed = DecodeConfig(drafters=decode.drafters, proposal=decode.proposal)
@@ -35,7 +46,29 @@ def build_decoder(target: Target, draft: Any, decode: DecodeConfig, name: str = 
         decode.batch_size,
         governor=Governor() if decode.govern else None,
         padded=costs.target.padded if costs is not None and decode.pad_trees else None,
+        compiled=compiled or compiled_forward(target, decode),
     )
+
+
+def compiled_forward(target: Target, decode: DecodeConfig) -> Compiled | None:
+    """The target's forwards as `decode.compile` asks: at one node, and at as many as a tree has at most."""
+    if not decode.compile:
+        return None
+    counts = [
+        largest_tree(decode) if kind is Drafting.draft else decode.draft_tokens for kind in decode.drafters
+    ]
+    return Compiled(target, (1, 1 + sum(counts)))
+
+
+def largest_tree(decode: DecodeConfig) -> int:
+    """How many tokens a network proposes at most, by `decode.tree`."""
+    match decode.tree:
+        case Tree.chain:
+            return decode.draft_tokens
+        case Tree.dynamic:
+            return decode.tree_nodes
+        case Tree.static:
+            return len(shape_of(decode.tree_file)) - 1
 
 
 def build_drafter(target: Target, draft: Any, decode: DecodeConfig, costs: Costs | None = None) -> Drafter:

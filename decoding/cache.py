@@ -56,13 +56,13 @@ class KVCache(Cache):
 
     # A forward
 
-    def aim(self, slots: Sequence[int], new: int, reserve: int = 0) -> int:
+    def aim(self, slots: Sequence[int], new: int, reserve: int = 0, extent: int = 0) -> int:
         """The next forward appends `new` rows to each of `slots`: the number of columns its mask must have.
 
-        reserve: capacity to have per slot, if more than needed now.
+        reserve: capacity to have per slot, if more than needed now. extent: columns to have at least.
         """
         starts = [self.lengths[slot] for slot in slots]
-        extent = max(starts) + new
+        extent = max(extent, max(starts) + new)
         self.capacity = max(self.capacity, reserve)
         self.aimed = Aim(list(slots), starts, new, extent)
         if self.keys is not None:
@@ -88,12 +88,28 @@ class KVCache(Cache):
         for buffer, rows in zip(held, (key_states, value_states), strict=True):
             aimed.write(buffer, rows)
         if layer_idx == self.depth - 1:
-            self.aimed = None
-            for slot, start in zip(aimed.slots, aimed.starts, strict=True):
-                self.lengths[slot] = start + aimed.new
+            self.grown()
         if aimed.extent == aimed.new:  # nothing came before: only the new rows are attended to
             return key_states, value_states
         return aimed.read(held[0]), aimed.read(held[1])
+
+    def grown(self) -> None:
+        """The rows that were aimed at are there."""
+        assert self.aimed is not None
+        for slot, start in zip(self.aimed.slots, self.aimed.starts, strict=True):
+            self.lengths[slot] = start + self.aimed.new
+        self.aimed = None
+
+    def held(self) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """For a forward that writes its rows itself: of each layer the keys and the values [n, H, extent, D]
+        of the aimed slots, which lie together, and where each row goes, long [n, new]."""
+        aimed, keys, values = self.aimed, self.keys, self.values
+        assert aimed is not None
+        assert aimed.span is not None
+        assert keys is not None
+        assert values is not None
+        parts = [list(buffer[:, aimed.span, :, : aimed.extent].unbind()) for buffer in (keys, values)]
+        return parts[0], parts[1], aimed.rows(keys.device)
 
     def fit(self, keys: Tensor | None, values: Tensor | None, slots: int, rows: int) -> None:
         """Makes room; at least doubles in what is short, so that an appended row costs constant time.
@@ -200,14 +216,17 @@ class Aim:
     def write(self, buffer: Tensor, rows: Tensor) -> None:
         """Puts rows [n, H, new, D] into a layer's buffer [slots, H, capacity, D]."""
         if self.span is not None and self.even:
-            buffer[self.span, :, self.starts[0] : self.extent] = rows
+            buffer[self.span, :, self.starts[0] : self.starts[0] + self.new] = rows
             return
         if self.where is None:
             device = rows.device
-            at = torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.new, device=device)
-            self.where = torch.tensor(self.slots, device=device)[:, None], at
+            self.where = torch.tensor(self.slots, device=device)[:, None], self.rows(device)
         slots, at = self.where
         buffer[slots, :, at] = rows.transpose(1, 2)
+
+    def rows(self, device: torch.device) -> Tensor:
+        """long [n, new]: where in its slot each row goes."""
+        return torch.tensor(self.starts, device=device)[:, None] + torch.arange(self.new, device=device)
 
     def read(self, buffer: Tensor) -> Tensor:
         """[n, H, extent, D], a view where the slots lie together."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from configs.errors import ConfigError, TrafficError
 from decoding.cache import KVCache
 from decoding.clock import now
+from decoding.compiled import Compiled
 from decoding.drafters import Drafter, Proposal
 from decoding.governor import END, OFF, Governor
 from decoding.grammar import GrammarError
@@ -66,6 +67,7 @@ class Decoder:
         batch_size: int = 1,
         governor: Governor | None = None,
         padded: Callable[[int], int] | None = None,
+        compiled: Compiled | None = None,
         on_verdict: Callable[[TokenTree, Sequence[int]], None] | None = None,
     ) -> None:
         if batch_size < 1:
@@ -74,7 +76,9 @@ class Decoder:
         self.drafter = drafter
         self.batch_size = batch_size
         self.governor = governor  # turns drafting off while it does not pay; None: never
-        self.padded = padded or int  # the size at which a forward over n nodes is run
+        self.compiled = compiled  # the target's forward over trees; None: eager
+        # The size at which a forward over n nodes is run.
+        self.padded = padded or (compiled.padded if compiled is not None else int)
         self.on_verdict = on_verdict  # is shown each tree and its accepted path (nodes, the root first)
         self.cache = KVCache(target.num_layers)
 
@@ -195,7 +199,10 @@ class Batch:
             device=self.target.device,
         )
         ahead = max(min(d.params.max_new_tokens, AHEAD) + d.params.draft_tokens for d in entering)
-        self.cache.aim([decoding.slot for decoding in entering], longest, reserve=longest + ahead)
+        reserve = longest + ahead
+        if self.decoder.compiled is not None:  # capacities that come again, as its shapes must
+            reserve = self.decoder.compiled.extent(reserve)
+        self.cache.aim([decoding.slot for decoding in entering], longest, reserve=reserve)
         positions = torch.arange(longest, device=self.target.device).expand(len(entering), -1)
         # Padding stands behind the prompt, where causal attention lets no real token see it.
         output = self.target.forward(ids, positions=positions, cache=self.cache, taps=self.taps, logits=False)
@@ -243,8 +250,9 @@ class Batch:
     def forward(self, trees: Sequence[TokenTree]) -> tuple[TargetOutput, float]:
         """The target's forward over all trees, and its seconds."""
         rows = self.rows(trees)
+        forward = self.decoder.compiled or self.target.forward
         began = self.clock()
-        output = self.target.forward(cache=self.cache, taps=self.taps, **rows)
+        output = forward(cache=self.cache, taps=self.taps, **rows)
         return output, self.clock() - began
 
     def rows(self, trees: Sequence[TokenTree]) -> dict[str, Any]:
@@ -252,8 +260,10 @@ class Batch:
         device = self.target.device
         width = self.decoder.padded(max(map(len, trees)))
         starts = [decoding.start for decoding in self.live]
-        extent = self.cache.aim([decoding.slot for decoding in self.live], width)
-        if len(trees) == 1 and width == len(trees[0]):
+        compiled = self.decoder.compiled
+        wanted = compiled.extent(max(starts) + width) if compiled is not None else 0
+        extent = self.cache.aim([decoding.slot for decoding in self.live], width, extent=wanted)
+        if len(trees) == 1 and extent == starts[0] + len(trees[0]):
             tree = trees[0]
             mask = torch.from_numpy(tree.ancestor_mask(starts[0])[None, None]) if width > 1 else None
             tokens, positions = [tree.tokens], [[starts[0] + depth for depth in tree.depth]]

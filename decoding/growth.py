@@ -25,7 +25,7 @@ from torch import Tensor
 
 from configs.errors import ConfigError
 from configs.schema import Proposal as Mode
-from decoding.drafters import Draws, Proposal, Turn, without
+from decoding.drafters import DraftIds, Draws, Proposal, Turn, without
 from decoding.randomness import Key, Purpose
 from decoding.shapes import TreeShape
 from decoding.stopping import Fixed, StopRule
@@ -41,16 +41,16 @@ class Vocabulary:
     """What a draft network's logits are over, and where a text ends."""
 
     ids: Tensor | None  # long [Vd], the target id of each logit; None: they are the target's own
-    host: np.ndarray | None  # the same on the host
+    draft: DraftIds | None  # the same on the host
     eos_ids: frozenset[int]  # nothing is proposed after one of these
 
     @classmethod
     def of(cls, ids: Tensor | None, eos_ids: frozenset[int]) -> Vocabulary:
-        return cls(ids, None if ids is None else ids.numpy(force=True), eos_ids)
+        return cls(ids, None if ids is None else DraftIds(ids.numpy(force=True)), eos_ids)
 
     def token(self, index: int) -> int:
         """The target's id of draft id `index`."""
-        return index if self.host is None else int(self.host[index])
+        return index if self.draft is None else int(self.draft.ids[index])
 
 
 class Growing:
@@ -152,7 +152,7 @@ class GrowingChain(Growing):
         if self.sampled:
             law = self.turn.law.warp(shaped[0])
             index = self.draw(law)
-            self.draws[node] = [Draws(law, (node + 1,), self.vocabulary.host)]
+            self.draws[node] = [Draws(law, (node + 1,), self.vocabulary.draft)]
         else:
             index = choices(shaped)(0)
         child = self.add(node, self.vocabulary.token(index))
@@ -238,7 +238,7 @@ class GrowingStatic(Growing):
             return
         law = self.turn.law.warp(shaped[0])
         draw = self.with_replacement if self.replacement else self.without_replacement
-        self.draws[node] = [Draws(law, draw(node, law, wanted), self.vocabulary.host, self.replacement)]
+        self.draws[node] = [Draws(law, draw(node, law, wanted), self.vocabulary.draft, self.replacement)]
 
     def without_replacement(self, node: int, law: np.ndarray, wanted: Sequence[int]) -> tuple[int, ...]:
         children: list[int] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
+from functools import cache
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -68,7 +69,7 @@ class Seeded:
 
     def draw(self, law: np.ndarray, key: Key) -> int:
         """By the inverse of the cumulative law, summed in float64."""
-        blocks = np.add.reduceat(law, np.arange(0, len(law), BLOCK), dtype=np.float64).cumsum()
+        blocks = np.add.reduceat(law, starts(len(law)), dtype=np.float64).cumsum()
         total = float(blocks[-1])
         if not 0 < total < float("inf"):
             raise TargetError(
@@ -80,6 +81,12 @@ class Seeded:
         start = BLOCK * block
         below = float(blocks[block - 1]) if block else 0.0
         return start + first_above(law[start : start + BLOCK].cumsum(dtype=np.float64), number - below)
+
+
+@cache
+def starts(vocab: int) -> np.ndarray:
+    """Where the blocks of a law [vocab] begin."""
+    return np.arange(0, vocab, BLOCK)
 
 
 def first_above(cumulative: np.ndarray, number: float) -> int:

@@ -117,24 +117,32 @@ def truncated(law: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.nda
     mass = float(law.sum())
     if not mass > 0:
         return law  # of logits that are not finite, which drawing from it refuses
-    ids = candidates(law, mass, top_k, top_p, min_p)
-    values = law[ids]
-    keep = values >= values.max() * law.dtype.type(min_p)
+    ids, values = candidates(law, mass, top_k, top_p, min_p)
+    floor = law.dtype.type(min_p) * values.max() if min_p else law.dtype.type(0)
     if top_p < 1:
-        keep &= values >= nucleus_floor(values, top_p * (float(values.sum()) if top_k else mass))
+        floor = max(floor, nucleus_floor(values, top_p * (float(values.sum()) if top_k else mass)))
+    keep = values >= floor
+    kept = values[keep]
     left = np.zeros_like(law)
-    left[ids[keep]] = values[keep] * law.dtype.type(1 / float(values[keep].sum()))
+    left[ids[keep]] = kept * law.dtype.type(1 / float(kept.sum()))
     return left
 
 
-def candidates(law: np.ndarray, mass: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Ids, ascending, among which is everything of `law` [V], of this mass, that may stay."""
+def candidates(
+    law: np.ndarray, mass: float, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, ascending, among which is everything of `law` [V], of this mass, that may stay; and its values."""
     if top_k:
-        return np.flatnonzero(law >= np.partition(law, -top_k)[-top_k] if top_k < len(law) else law)
-    if top_p < 1:
+        ids = np.flatnonzero(law >= np.partition(law, -top_k)[-top_k] if top_k < len(law) else law)
+    elif top_p < 1:
         ids = np.flatnonzero(law > law.dtype.type(NUCLEUS * mass))
-        return ids if float(law[ids].sum()) >= top_p * mass else np.flatnonzero(law)
-    return np.flatnonzero(law >= law.max() * law.dtype.type(min_p))
+        values = law[ids]
+        if float(values.sum()) >= top_p * mass:
+            return ids, values
+        ids = np.flatnonzero(law)
+    else:
+        ids = np.flatnonzero(law >= law.max() * law.dtype.type(min_p))
+    return ids, law[ids]
 
 
 def nucleus_floor(values: np.ndarray, wanted: float) -> np.floating:

@@ -55,21 +55,26 @@ class Turn:
     randomness: Randomness
 
 
+class DraftIds:
+    """The ids of a draft's own vocabulary, on the host: which of the target's each one is, and back."""
+
+    def __init__(self, ids: np.ndarray) -> None:
+        self.ids = ids  # long [Vd]
+        self.index = {token: index for index, token in enumerate(ids.tolist())}
+
+
 @dataclass(frozen=True)
 class Draws:
     """Children of one node that were drawn from one law, in the order of drawing."""
 
-    law: np.ndarray  # [V], or [Vd] over `ids`: the very law drawn from, since acceptance divides by it
+    law: np.ndarray  # [V], or [Vd] over `draft`: the very law drawn from, since acceptance divides by it
     children: tuple[int, ...]  # nodes; with replacement a node stands here as often as it was drawn
-    ids: np.ndarray | None = None  # [Vd], the target id of each entry; None: the entries are the target's
+    draft: DraftIds | None = None  # what the entries are; None: the target's ids
     replacement: bool = False
 
     def index(self, token: int) -> int | None:
         """Where the law has the target's id `token`; None if nowhere."""
-        if self.ids is None:
-            return token
-        found = np.flatnonzero(self.ids == token)
-        return int(found[0]) if len(found) else None
+        return token if self.draft is None else self.draft.index.get(token)
 
     def probability(self, token: int) -> float:
         index = self.index(token)
@@ -77,18 +82,18 @@ class Draws:
 
     def over(self, vocab: int) -> np.ndarray:
         """The law [V] over the target's vocabulary; zero where the draft has no id."""
-        if self.ids is None:
+        if self.draft is None:
             return self.law
         whole = np.zeros(vocab, dtype=self.law.dtype)
-        whole[self.ids] = self.law
+        whole[self.draft.ids] = self.law
         return whole
 
     def excess(self, p: np.ndarray) -> np.ndarray:
         """max(p - q, 0) for a law p [V] and this q. Where the draft has no id, that is p."""
-        if self.ids is None:
+        if self.draft is None:
             return excess(p, self.law)
         left = p.copy()
-        left[self.ids] = excess(p[self.ids], self.law)
+        left[self.draft.ids] = excess(p[self.draft.ids], self.law)
         return left
 
     def without(self, token: int) -> Draws:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from decoding.drafters import Draws, Proposal
+from decoding.drafters import DraftIds, Draws, Proposal
 from decoding.randomness import Key, Purpose, Seeded
 from decoding.tree import TokenTree
 from decoding.verify import follow, residual, verify
@@ -153,7 +153,7 @@ def test_groups_are_tried_one_after_the_other_each_with_its_law() -> None:
 
 
 def test_a_drafts_own_vocabulary_is_spread_over_the_targets() -> None:
-    draws = Draws(np.array([0.25, 0.75]), (1,), np.array([0, 3]))
+    draws = Draws(np.array([0.25, 0.75]), (1,), DraftIds(np.array([0, 3])))
     assert draws.over(4).tolist() == [0.25, 0, 0, 0.75]
     assert [draws.probability(token) for token in range(4)] == [0.25, 0, 0, 0.75]
     assert draws.excess(np.array([0.5, 0.25, 0.0, 0.25])).tolist() == [0.25, 0.25, 0, 0]
