@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -72,22 +73,27 @@ class Row:
 @torch.inference_mode()
 def answers(
     target: Target,
-    prompts: Sequence[Prompt],
+    prompts: Iterable[Prompt],
     sampling: Sampling,
     batch_size: int,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Iterator[Answer]:
     """Yields each prompt's answer as soon as it ends, prompts entering in the order given.
 
-    Prompts of like length beside each other waste least. `on_tokens` is told how many tokens each forward
-    gave. Raises `TrafficError` for a prompt that leaves no room in the target's context.
+    They are taken as they are needed. Prompts of like length beside each other waste least. `on_tokens` is
+    told how many tokens each forward gave. Raises `TrafficError` for a prompt that leaves no room in the
+    target's context.
     """
-    waiting = deque(row_of(target, prompt, sampling) for prompt in prompts)
+    coming = (row_of(target, prompt, sampling) for prompt in prompts)
+    waiting: deque[Row] = deque()
     draw = sampler(sampling)
     told = on_tokens or (lambda count: None)
     slots = Slots()
     live: list[Row] = []
-    while waiting or live:
+    while True:
+        waiting.extend(islice(coming, batch_size - len(waiting)))
+        if not (waiting or live):
+            return
         if waiting and batch_size - len(live) >= max(
             1, batch_size // 8
         ):  # a prefill of several rows costs less per row
@@ -108,17 +114,21 @@ def answers(
 
 
 def row_of(target: Target, prompt: Prompt, sampling: Sampling) -> Row:
-    context = (
-        getattr(target.config, "max_position_embeddings", None) or len(prompt.ids) + sampling.max_new_tokens
-    )
-    limit = min(sampling.max_new_tokens, context - len(prompt.ids))
-    if limit < 1:
-        raise TrafficError(
-            f"Prompt {prompt.id} has {len(prompt.ids)} tokens and the context of {target.name} ends at "
-            f"{context}. Set data.max_prompt_tokens lower and run data.prepare again."
-        )
+    limit = min(sampling.max_new_tokens, room(target, prompt.id, len(prompt.ids), sampling.max_new_tokens))
     seed = hashlib.sha256(f"{sampling.seed} {prompt.id}".encode()).digest()[:16]
     return Row(prompt, limit, np.random.Generator(np.random.Philox(key=int.from_bytes(seed, "little"))))
+
+
+def room(target: Target, id: str, length: int, wanted: int) -> int:
+    """How many tokens the target's context leaves after a prompt (`wanted`, where it says of no end).
+    `TrafficError` if none."""
+    context = getattr(target.config, "max_position_embeddings", None) or length + wanted
+    if length >= context:
+        raise TrafficError(
+            f"Prompt {id} has {length} tokens and the context of {target.name} ends at {context}. Set "
+            "data.max_prompt_tokens lower and run data.prepare again."
+        )
+    return context - length
 
 
 def next_group(waiting: deque[Row], free: int) -> list[Row]:

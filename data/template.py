@@ -133,9 +133,16 @@ class Template:
         prompt, ids = self.encode(before), self.encode(before + reply["content"])
         if ids[: len(prompt)] != prompt:
             raise Refused("a token straddles the start of a reply")
-        made = [*ids[len(prompt) :], *([self.end_of_turn] if ended else [])]
-        end = next((index + 1 for index, id in enumerate(made) if id in self.eos_ids), len(made))
-        return made[:end]
+        made = ids[len(prompt) :]
+        return self.ended(made) if ended else self.until_end(made)
+
+    def ended(self, ids: list[int]) -> list[int]:
+        """A reply up to its end token, which is put there where it is missing."""
+        return self.until_end([*ids, self.end_of_turn])
+
+    def until_end(self, ids: list[int]) -> list[int]:
+        """`ids` up to and including the first end token."""
+        return ids[: next((index + 1 for index, id in enumerate(ids) if id in self.eos_ids), len(ids))]
 
     @cached_property
     def end_of_turn(self) -> int:

@@ -3,6 +3,9 @@
 The data folder holds train.jsonl and heldout.jsonl (prompts, by `data.prepare`), prepare.json (what they were
 made from), replies.jsonl (by `data.regenerate`) and tokens/<key>/, the token rows as an Arrow table. The key
 covers all that the rows depend on, so a cache can be stale only by being another folder.
+
+Nothing here holds all rows: files are read line by line, a reply is looked up by its place, and token rows
+stay in the memory-mapped table until they are asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast, overload
 
 from rich.console import Console
 
@@ -22,7 +25,7 @@ from configs.errors import TrafficError
 from configs.schema import Config, Replies
 from data.template import Template
 from data.traffic import Refused
-from models.files import read_lines, sha256_file, write_folder, write_json
+from models.files import lines_at, sha256_file, write_folder, write_json
 from models.target import Target
 
 Split = Literal["train", "heldout"]
@@ -31,7 +34,8 @@ PREPARED = "prepare.json"
 REPLIES = "replies.jsonl"
 REPLIES_META = "replies.meta.json"
 TOKENS = "tokens"
-VERSION = 1  # of the cached rows; raise it when the same inputs give other rows
+ROWS = "rows.arrow"
+VERSION = 2  # of the cached rows; raise it when the same inputs give other rows
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,20 @@ class TokenRow:
 
 def prompts(cfg: Config, split: Split) -> list[Prompt]:
     """The prompts of one split, in the file's order. `TrafficError` when the traffic is not prepared."""
-    return [Prompt(row["id"], row["category"], row["prompt_ids"]) for row in split_rows(cfg, split)]
+    return [prompt_in(row) for row in each_row(cfg, split)]
+
+
+def prompt_in(row: Mapping[str, Any]) -> Prompt:
+    """The prompt in a row of train.jsonl or heldout.jsonl."""
+    return Prompt(row["id"], row["category"], row["prompt_ids"])
 
 
 def split_rows(cfg: Config, split: Split) -> list[dict[str, Any]]:
+    """As `each_row`, all of them."""
+    return list(each_row(cfg, split))
+
+
+def each_row(cfg: Config, split: Split) -> Iterator[dict[str, Any]]:
     """The rows of a split as `data.prepare` wrote them, proved to be those that prepare.json speaks of."""
     path = split_file(cfg, split)
     if not path.exists():
@@ -71,7 +85,8 @@ def split_rows(cfg: Config, split: Split) -> list[dict[str, Any]]:
             f"{path} is not the file that {PREPARED} describes: data.prepare was interrupted, or the file "
             "was edited. Run python -m data.prepare again."
         )
-    return read_lines(path)
+    for _, row in lines_at(path):
+        yield row
 
 
 def split_file(cfg: Config, split: Split) -> Path:
@@ -95,7 +110,33 @@ def read_object(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def load_token_rows(cfg: Config, target: Target, console: Console | None = None) -> list[TokenRow]:
+class TokenRows(Sequence[TokenRow]):
+    """Token rows in a memory-mapped Arrow file: one is made when it is asked for. A slice is a list."""
+
+    def __init__(self, file: Path) -> None:
+        import datasets  # here and below, because most importers of this module need not wait a second for it
+
+        self._table = datasets.Dataset.from_file(str(file))
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenRow]: ...
+
+    def __getitem__(self, index: int | slice) -> TokenRow | list[TokenRow]:
+        if isinstance(index, slice):
+            return [self[n] for n in range(*index.indices(len(self)))]
+        return TokenRow(**self._table[index])
+
+    def __iter__(self) -> Iterator[TokenRow]:
+        return (TokenRow(**row) for row in cast(Iterator[dict[str, Any]], iter(self._table)))
+
+
+def load_token_rows(cfg: Config, target: Target, console: Console | None = None) -> Sequence[TokenRow]:
     """Every row to train on, at most `data.max_length` tokens long and each with at least one trained token.
 
     With data.replies=target these are the train prompts that have replies, trained on the reply and its end
@@ -104,7 +145,7 @@ def load_token_rows(cfg: Config, target: Target, console: Console | None = None)
     """
     folder = Path(cfg.data.folder) / TOKENS / cache_key(cfg, target)
     if not folder.exists():
-        write_folder(folder, partial(save, *build(cfg, target)))
+        write_folder(folder, partial(save, cfg, target))
     rows, counts = load(folder)
     told = "; ".join(f"{name}: {count}" for name, count in counts.items() if count)
     (console or Console()).print(
@@ -147,50 +188,49 @@ def check_replies(cfg: Config, target: Target) -> None:
         )
 
 
-def build(cfg: Config, target: Target) -> tuple[list[TokenRow], Counter[str]]:
-    """The rows from their files, and how many were cut or left out, by reason."""
-    counts: Counter[str] = Counter()
-    if cfg.data.replies is Replies.target:
-        made = replied_rows(cfg, counts)
-    else:
-        made = logged_rows(cfg, target, counts)
-    rows = []
+def build(cfg: Config, target: Target, counts: Counter[str]) -> Iterator[TokenRow]:
+    """The rows from their files; counts how many were cut or left out, by reason."""
+    made = (
+        replied_rows(cfg, counts) if cfg.data.replies is Replies.target else logged_rows(cfg, target, counts)
+    )
     for row in made:
         ids, mask = row.input_ids[: cfg.data.max_length], row.loss_mask[: cfg.data.max_length]
         counts["cut at max_length"] += len(ids) < len(row.input_ids)
         if any(mask):
-            rows.append(TokenRow(row.id, row.category, ids, mask))
+            counts["trained tokens"] += sum(mask)
+            yield TokenRow(row.id, row.category, ids, mask)
         else:
             counts["left out, no token to train on"] += 1
-    if not rows:
-        reasons = (
-            "; ".join(f"{name}: {count}" for name, count in counts.items() if count) or "no train prompts"
-        )
-        raise TrafficError(
-            f"There is nothing to train on in {cfg.data.folder} ({reasons}). Add traffic, raise "
-            "data.max_length, or run python -m data.regenerate."
-        )
-    counts["trained tokens"] = sum(sum(row.loss_mask) for row in rows)
-    return rows, counts
 
 
 def replied_rows(cfg: Config, counts: Counter[str]) -> Iterator[TokenRow]:
     """Train prompts with their replies; a reply to a prompt that changed or left the split is not used."""
-    replies = {row["id"]: row for row in read_lines(Path(cfg.data.folder) / REPLIES)}
-    for prompt in prompts(cfg, "train"):
-        reply = replies.pop(prompt.id, None)
-        if reply is None or reply["prompt_ids"] != prompt.ids:
-            counts["left out, not answered"] += 1
-            continue
-        counts["looped (kept)"] += reply["looped"]
-        mask = [0] * len(prompt.ids) + [1] * len(reply["reply_ids"])
-        yield TokenRow(prompt.id, prompt.category, prompt.ids + reply["reply_ids"], mask)
-    counts["replies to prompts no longer in train"] = len(replies)
+    path = Path(cfg.data.folder) / REPLIES
+    places = {row["id"]: at for at, row in lines_at(path)}  # of several under one id, the last
+    with open(path, "rb") as file:
+        for prompt in map(prompt_in, each_row(cfg, "train")):
+            reply = line_at(file, places.pop(prompt.id, None))
+            if reply.get("prompt_ids") != prompt.ids:
+                counts["left out, not answered"] += 1
+                continue
+            counts["looped (kept)"] += reply["looped"]
+            counts["tokenised again from text (kept)"] += reply.get("retokenised", False)
+            mask = [0] * len(prompt.ids) + [1] * len(reply["reply_ids"])
+            yield TokenRow(prompt.id, prompt.category, prompt.ids + reply["reply_ids"], mask)
+    counts["replies to prompts no longer in train"] = len(places)
+
+
+def line_at(file: IO[bytes], place: int | None) -> dict[str, Any]:
+    """The object in the line that begins at `place` bytes; empty for no place."""
+    if place is None:
+        return {}
+    file.seek(place)
+    return json.loads(file.readline())
 
 
 def logged_rows(cfg: Config, target: Target, counts: Counter[str]) -> Iterator[TokenRow]:
     template = Template.of(target)
-    for row in split_rows(cfg, "train"):
+    for row in each_row(cfg, "train"):
         try:
             ids, mask = template.row(row["messages"], row.get("tools"), cfg.data.mask_turns)
         except Refused as refused:
@@ -199,8 +239,10 @@ def logged_rows(cfg: Config, target: Target, counts: Counter[str]) -> Iterator[T
         yield TokenRow(row["id"], row["category"], ids, mask)
 
 
-def save(rows: list[TokenRow], counts: Mapping[str, int], folder: Path) -> None:
-    import datasets  # here and below, because most importers of this module need not wait a second for it
+def save(cfg: Config, target: Target, folder: Path) -> None:
+    """Writes the rows, a thousand at a time, and their counts. `TrafficError` when there is none."""
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
 
     features = datasets.Features(
         {
@@ -210,21 +252,32 @@ def save(rows: list[TokenRow], counts: Mapping[str, int], folder: Path) -> None:
             "loss_mask": datasets.List(datasets.Value("int8")),
         }
     )
-    columns = {name: [getattr(row, name) for row in rows] for name in features}
-    datasets.Dataset.from_dict(columns, features=features).save_to_disk(folder)
+    counts: Counter[str] = Counter()
+    rows = 0
+    with ArrowWriter(path=str(folder / ROWS), features=features) as writer:
+        for row in build(cfg, target, counts):
+            writer.write(vars(row))
+            rows += 1
+        writer.finalize()
+    if not rows:
+        reasons = (
+            "; ".join(f"{name}: {count}" for name, count in counts.items() if count) or "no train prompts"
+        )
+        raise TrafficError(
+            f"There is nothing to train on in {cfg.data.folder} ({reasons}). Add traffic, raise "
+            "data.max_length, or run python -m data.regenerate."
+        )
     write_json(folder / "counts.json", dict(counts))
 
 
-def load(folder: Path) -> tuple[list[TokenRow], dict[str, int]]:
-    import datasets
-
-    table = datasets.Dataset.load_from_disk(str(folder)).to_dict()
-    assert isinstance(table, dict)
-    rows = [
-        TokenRow(*values)
-        for values in zip(*(table[name] for name in TokenRow.__dataclass_fields__), strict=True)
-    ]
-    return rows, read_object(folder / "counts.json")
+def load(folder: Path) -> tuple[TokenRows, dict[str, int]]:
+    """The rows that `save` wrote, and their counts."""
+    if not (folder / ROWS).exists():
+        raise TrafficError(
+            f"{folder} holds token rows of an earlier version. Remove it: they are made again when they are "
+            "needed."
+        )
+    return TokenRows(folder / ROWS), read_object(folder / "counts.json")
 
 
 def evenly(rows: Sequence[Prompt], most: int) -> list[Prompt]:

@@ -8,20 +8,24 @@ file and line, all are counted, and the rest is read on.
 Two hashes of the normalised text make data reproducible while it grows. `identity` (the whole prompt) finds
 duplicates and orders rows; `opening` (the prompt up to its first user turn) decides the split, so that a
 logged conversation that appears once per turn never lies on both sides.
+
+Rows are read one by one, out of a JSON array too, and none is kept.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TextIO
 
 from rich.console import Console
 
@@ -48,6 +52,10 @@ MT_BENCH = frozenset(
     {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 )
 SHOWN = 5  # refused lines printed per source
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+PEEKED = 64  # bytes in which a JSON array shows its bracket
+CHUNK = 1 << 16  # characters of a JSON array read at a time
+AFTER_NUMBER = frozenset(",] \t\r\n")
 
 
 class Refused(Exception):
@@ -85,31 +93,40 @@ class Conversation:
 
 @dataclass
 class Reading:
-    """What a source held. `rows` counts all, `bad` those refused, by reason."""
+    """What a source held, once it is read through: all its `rows`, and those refused (`bad`), by reason."""
 
     path: str
     sha256: str
-    conversations: list[Conversation] = field(default_factory=list)
     rows: int = 0
     bad: Counter[str] = field(default_factory=Counter)
 
 
-def read(source: Source, max_bad_fraction: float, console: Console) -> Reading:
-    """Reads one source. `TrafficError`: missing, empty, or a larger share refused than `max_bad_fraction`."""
+def read(source: Source, max_bad_fraction: float, console: Console) -> tuple[Reading, Iterator[Conversation]]:
+    """A source's conversations, and the account of it that is kept while they are taken.
+
+    `TrafficError`: missing; and when all are taken: empty, or a larger share refused than `max_bad_fraction`.
+    """
     sha256, rows = open_source(source)
     reading = Reading(path=source.path, sha256=sha256)
+    return reading, conversations(rows, reading, source.category, max_bad_fraction, console)
+
+
+def conversations(
+    rows: Rows, reading: Reading, category: str | None, max_bad_fraction: float, console: Console
+) -> Iterator[Conversation]:
     for where, row in rows:
         reading.rows += 1
         try:
             if isinstance(row, Refused):
                 raise row
-            reading.conversations.append(conversation(row, source.category))
+            made = conversation(row, category)
         except Refused as refused:
             reading.bad[str(refused)] += 1
             if reading.bad.total() <= SHOWN:
                 console.print(f"{where}: {refused}; skipped", markup=False, highlight=False, soft_wrap=True)
+        else:
+            yield made
     check(reading, max_bad_fraction)
-    return reading
 
 
 def check(reading: Reading, max_bad_fraction: float) -> None:
@@ -119,7 +136,7 @@ def check(reading: Reading, max_bad_fraction: float) -> None:
             '{"messages": [{"role": "user", "content": "..."}]}, or take it out of data.sources.'
         )
     bad = reading.bad.total()
-    if bad > max_bad_fraction * reading.rows or not reading.conversations:
+    if bad > max_bad_fraction * reading.rows or bad == reading.rows:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in reading.bad.most_common(3))
         raise TrafficError(
             f"{bad} of the {reading.rows} rows of {reading.path} cannot be used: {reasons}. Mend the file, "
@@ -197,6 +214,10 @@ def text(content: Any) -> str:
         return "\n".join(part_text(part) for part in content)
     if not isinstance(content, str):
         raise Refused(f"content is of type {type(content).__name__}, not text")
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        raise Refused("content holds half of a surrogate pair") from None
     return content
 
 
@@ -307,30 +328,53 @@ def open_source(source: Source) -> tuple[str, Rows]:
     """(content hash, rows) of a file, or of a `datasets` name written `name` or `name:configuration`."""
     path = Path(source.path)
     if path.is_file():
-        return sha256_file(path), file_rows(path)
+        return sha256_file(path), islice(file_rows(path), source.max_rows)
     if not path.is_dir() and (path.is_absolute() or path.name.lower().endswith(FILE_ENDINGS)):
         raise TrafficError(
             f"There is no file {source.path} (looked in {Path.cwd()}). Correct the path in data.sources, or "
             "fetch the file; a `datasets` name has no file ending."
         )
-    dataset = load_dataset(source)
-    numbered = ((f"{source.path}[{index}]", row) for index, row in enumerate(dataset))
-    return hashlib.sha256(str(dataset._fingerprint).encode()).hexdigest(), numbered
+    content, rows = load_dataset(source)
+    numbered = ((f"{source.path}[{index}]", row) for index, row in enumerate(rows))
+    return hashlib.sha256(content.encode()).hexdigest(), islice(numbered, source.max_rows)
 
 
-def load_dataset(source: Source) -> Any:
+def load_dataset(source: Source) -> tuple[str, Iterator[Any]]:
+    """(what tells its content from another's, its rows)."""
     import datasets  # here, because it takes a second that files need not wait for
 
     name, _, configuration = source.path.partition(":")
     try:
-        return datasets.load_dataset(name, configuration or None, split=source.split)
+        if source.streaming:
+            builder = datasets.load_dataset_builder(name, configuration or None)
+            found = builder.as_streaming_dataset(split=source.split)
+            return f"{builder.hash} {builder.config_id} {source.split}", streamed(source, found)
+        table = datasets.load_dataset(name, configuration or None, split=source.split)
+        return str(table._fingerprint), iter(table)
     except Exception as error:  # of many libraries: hub, file systems, parsers
-        reason = " ".join(str(error).split())[:300]
-        raise TrafficError(
-            f"{source.path} is neither a file here nor a dataset that could be loaded (split "
-            f"{source.split!r}): {type(error).__name__}: {reason}. Correct the name or the split, write "
-            "NAME:CONFIGURATION where one is needed, or download it and give the path of a JSONL file."
-        ) from error
+        raise unloadable(source, error) from error
+
+
+def streamed(source: Source, rows: Iterable[Any]) -> Iterator[Any]:
+    """The rows; what breaks on the way is told as what breaks at the beginning."""
+    coming = iter(rows)
+    while True:
+        try:
+            row = next(coming)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise unloadable(source, error) from error
+        yield row
+
+
+def unloadable(source: Source, error: Exception) -> TrafficError:
+    reason = " ".join(str(error).split())[:300]
+    return TrafficError(
+        f"{source.path} is neither a file here nor a dataset that could be loaded (split "
+        f"{source.split!r}): {type(error).__name__}: {reason}. Correct the name or the split, write "
+        "NAME:CONFIGURATION where one is needed, or download it and give the path of a JSONL file."
+    )
 
 
 def file_rows(path: Path) -> Rows:
@@ -339,7 +383,10 @@ def file_rows(path: Path) -> Rows:
         zipped = file.read(2) == b"\x1f\x8b"
     try:
         with gzip.open(path, "rb") if zipped else open(path, "rb") as file:
-            yield from parsed_lines(path, file)
+            if file.peek(PEEKED).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
+                yield from array_rows(path, file)
+            else:
+                yield from parsed_lines(path, file)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TrafficError(
             f"{path} is not a whole gzip file ({error}). It was cut short or damaged: fetch or compress it "
@@ -349,23 +396,62 @@ def file_rows(path: Path) -> Rows:
 
 def parsed_lines(path: Path, lines: Iterable[bytes]) -> Rows:
     for number, line in enumerate(lines, start=1):
-        line = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
-        if number == 1 and line.startswith(b"["):
-            yield from array_rows(path, line + b"\n" + b"".join(lines))
-            return
+        line = line.removeprefix(BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
         if line:
             yield f"{path}:{number}", parsed(line)
 
 
-def array_rows(path: Path, contents: bytes) -> Rows:
+def array_rows(path: Path, file: IO[bytes] | gzip.GzipFile) -> Rows:
     """ShareGPT dumps are one JSON array."""
-    try:
-        rows = json.loads(contents)
-    except ValueError as error:
-        raise TrafficError(
-            f"{path} opens a JSON array that does not parse ({error}). Mend it, or write one object per line."
-        ) from None
-    yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
+    rows = elements(io.TextIOWrapper(file, encoding="utf-8-sig"))
+    index = 0
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except (ValueError, RecursionError) as error:
+            raise TrafficError(
+                f"{path} opens a JSON array that does not parse after {index} rows ({error}). Mend it, or "
+                "write one object per line."
+            ) from None
+        yield f"{path}[{index}]", row
+        index += 1
+
+
+def elements(text: TextIO) -> Iterator[Any]:
+    """The elements of the JSON array that `text` is, one by one. Raises `ValueError` where it is none."""
+    decode = json.JSONDecoder().raw_decode
+    held = text.read(CHUNK).lstrip()[1:]  # without its bracket
+    before = "["  # what stands before what is held: the bracket, an element ("]" may follow both) or a comma
+    while True:
+        held = held.lstrip() or text.read(CHUNK)
+        if not held:
+            raise ValueError("it ends without a closing bracket")
+        if held[0].isspace():
+            continue
+        if held[0] == "]" and before != ",":
+            if (held[1:] + text.read(CHUNK)).strip():
+                raise ValueError("something follows its closing bracket")
+            return
+        if before == "element":
+            if held[0] != ",":
+                raise ValueError("there is no comma between two rows")
+            held, before = held[1:], ","
+            continue
+        try:
+            element, end = decode(held)
+        except ValueError:
+            if not (more := text.read(max(len(held), CHUNK))):  # as much again: few tries
+                raise
+            held += more
+            continue
+        cut = isinstance(element, int | float) and held[end : end + 1] not in AFTER_NUMBER
+        if cut and (more := text.read(CHUNK)):  # perhaps its other digits
+            held += more
+            continue
+        yield element
+        held, before = held[end:], "element"
 
 
 def parsed(line: bytes) -> Any:

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import safetensors.torch
 from torch import Tensor
@@ -155,24 +155,29 @@ def lines_under(path: Path, key: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file. Only the last line may be torn (a kill while it was written): it is
-    dropped.
+    """The objects of a JSON-lines file; as `lines_at`."""
+    return [row for _, row in lines_at(path)]
+
+
+def lines_at(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(where it begins, in bytes; the object) of each line of a JSON-lines file, one in memory at a time.
+    Only the last line may be torn (a kill while it was written): it is dropped.
 
     Raises `StorageError` for a missing file and for any other line that is not a JSON object.
     """
-    with storage(path, "read"):
-        lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        row = parsed(line)
-        if row is not None:
-            rows.append(row)
-        elif line.strip() and number < len(lines):
-            raise StorageError(
-                f"Line {number} of {path} is not a JSON object, and only a last line can be torn by an "
-                "interruption. The file was edited or damaged: remove that line, or the file, and run again."
-            )
-    return rows
+    at = 0
+    with storage(path, "read"), open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = parsed(line)
+            if row is not None:
+                yield at, row
+            elif line.strip() and line.endswith(b"\n"):
+                raise StorageError(
+                    f"Line {number} of {path} is not a JSON object, and only a last line can be torn by an "
+                    "interruption. The file was edited or damaged: remove that line, or the file, and run "
+                    "again."
+                )
+            at += len(line)
 
 
 def ensure_writable(folder: Path) -> None:
@@ -236,11 +241,22 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 def mend_end(path: Path) -> None:
     """Makes the file end with a newline: a whole last line gets one, a torn one is cut off."""
     with open(path, "r+b") as file:
-        contents = file.read()
-        start = contents.rfind(b"\n") + 1
-        if start == len(contents):
+        start, last = last_line(file)
+        if not last:
             return
-        if parsed(contents[start:]) is not None:
+        if parsed(last) is not None:
+            file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:
             file.truncate(start)
+
+
+def last_line(file: BinaryIO) -> tuple[int, bytes]:
+    """(where it begins, what stands there) after the last newline of a file."""
+    start, last = file.seek(0, os.SEEK_END), b""
+    while start and b"\n" not in last:
+        size = min(start, 1 << 16)
+        start = file.seek(start - size)
+        last = file.read(size) + last
+    newline = last.rfind(b"\n") + 1
+    return start + newline, last[newline:]

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from configs.errors import TrafficError
 from configs.schema import Config, Replies, Source
-from data.prepare import evenly, named_apart, prepare
+from data.prepare import Kept, evenly, named_apart, prepare
 from data.tokens import prompts, split_rows
-from data.traffic import Conversation, conversation, share
+from data.traffic import conversation, share
 from tests.conftest import tiny_tokenizer
 from tests.data.samples import chat, config, read_rows, write_rows
 
@@ -122,20 +122,15 @@ def test_limits_take_the_same_rows_as_data_grows(tmp_path: Path, tokenizer: str)
 
 def test_heldout_takes_turns_over_the_categories() -> None:
     """Five of "a", two of "b", one of "c": any beginning of the order is as even as can be."""
-    made = [
-        conversation(row(f"{c}{i}", category=c)) for c, n in (("a", 5), ("b", 2), ("c", 1)) for i in range(n)
-    ]
+    made = [Kept(f"{i}{c}", "", "", c, 0) for c, n in (("a", 5), ("b", 2), ("c", 1)) for i in range(n)]
     assert [one.category for one in evenly(made)] == ["a", "b", "c", "a", "b", "a", "a", "a"]
 
 
 def test_ids_that_repeat_are_told_apart_by_content() -> None:
     made = named_apart(
-        [Conversation(id, "c", chat(text)) for id, text in (("x", "one"), ("x", "two"), ("y", "three"))]
+        [Kept(hash, "", id, "c", 0) for hash, id in (("1" * 64, "x"), ("2" * 64, "x"), ("3" * 64, "y"))]
     )
-    first, second, third = (one.id for one in made)
-    assert first == f"x-{made[0].identity[:12]}"
-    assert second == f"x-{made[1].identity[:12]}"
-    assert third == "y"
+    assert [one.id for one in made] == ["x-111111111111", "x-222222222222", "y"]
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: str) -> None:

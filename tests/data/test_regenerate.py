@@ -89,10 +89,11 @@ def test_kill_in_the_middle(tmp_path: Path, saved: str) -> None:
     kept = path.read_bytes() if path.exists() else b""
     assert 5 <= kept.count(b"\n") < 120, said
     run(cfg)
-    assert path.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])  # what was finished is not touched
+    finished = kept[: kept.rfind(b"\n")].split(b"\n")
+    assert set(finished) <= set(path.read_bytes().split(b"\n"))  # what was finished is not made again
     other = prepared(tmp_path / "whole", saved, 120)
     run(other)
-    assert replies(cfg) == replies(other)
+    assert path.read_bytes() == (Path(other.data.folder) / "replies.jsonl").read_bytes()
 
 
 def test_torn_line_is_answered_again(tmp_path: Path, saved: str) -> None:
@@ -182,7 +183,7 @@ def test_sampled_replies_resume_to_the_same(tmp_path: Path, saved: str) -> None:
 
 def test_windows_sort_by_length_within_themselves() -> None:
     rows = [{"prompt_ids": [0] * n} for n in (3, 1, 2, 9, 1)]
-    assert [len(row["prompt_ids"]) for row in in_windows(rows, 3)] == [1, 2, 3, 1, 9]
+    assert [len(row["prompt_ids"]) for row in in_windows(iter(rows), 3)] == [1, 2, 3, 1, 9]
 
 
 def test_replies_become_token_rows(tmp_path: Path, saved: str) -> None:

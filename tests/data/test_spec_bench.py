@@ -44,7 +44,7 @@ def test_six_categories(tmp_path: Path) -> None:
     ]
     file = tmp_path / "question.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read(Source(path=str(file)), 0.0, Console(file=io.StringIO())).conversations
+    found = [*read(Source(path=str(file)), 0.0, Console(file=io.StringIO()))[1]]
     assert Counter(one.category for one in found) == {
         "mt_bench": 16,
         "translation": 2,

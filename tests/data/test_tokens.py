@@ -39,7 +39,7 @@ def reply(id: str, prompt_ids: list[int], reply_ids: list[int], looped: bool = F
 def loaded(cfg: Config, target: Target) -> tuple[list[TokenRow], str]:
     printed = io.StringIO()
     rows = load_token_rows(cfg, target, Console(file=printed, width=500))
-    return rows, printed.getvalue()
+    return list(rows), printed.getvalue()
 
 
 def folders(cfg: Config) -> list[str]:
@@ -95,6 +95,27 @@ def test_cache_is_read_back(tmp_path: Path, target: Target, monkeypatch: pytest.
     again, said_again = loaded(config(tmp_path), target)
     assert again == first
     assert said_again == said
+
+
+def test_rows_are_a_sequence(tmp_path: Path, target: Target) -> None:
+    write_rows(tmp_path / "train.jsonl", *[train(str(n), [5, n]) for n in range(5)])
+    write_rows(tmp_path / "replies.jsonl", *[reply(str(n), [5, n], [n, EOS]) for n in reversed(range(5))])
+    rows = load_token_rows(config(tmp_path), target, Console(file=io.StringIO()))
+    expected = [TokenRow(str(n), "c", [5, n, n, EOS], [0, 0, 1, 1]) for n in range(5)]
+    assert list(rows) == expected
+    assert (rows[1], rows[-1], rows[1::2]) == (expected[1], expected[4], expected[1::2])
+    assert len(rows) == 5
+    with pytest.raises(IndexError):
+        rows[5]
+
+
+def test_reply_given_again_counts_once(tmp_path: Path, target: Target) -> None:
+    """The last of one id: its prompt has changed since the first."""
+    write_rows(tmp_path / "train.jsonl", train("a", [5, 6]))
+    write_rows(tmp_path / "replies.jsonl", reply("a", [5], [9]), reply("a", [5, 6], [10, EOS]))
+    rows, printed = loaded(config(tmp_path), target)
+    assert rows == [TokenRow("a", "c", [5, 6, 10, EOS], [0, 0, 1, 1])]
+    assert "no longer in train" not in printed
 
 
 def test_key_covers_data_template_and_length(tmp_path: Path, target: Target) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,24 @@ from rich.console import Console
 
 from configs.errors import TrafficError
 from configs.schema import Source
-from data.traffic import Reading, Refused, conversation, read, share
+from data import traffic
+from data.traffic import Conversation, Reading, Refused, conversation, elements, read, share
 from tests.data.samples import chat, write_rows
 
 USER = {"role": "user", "content": "hi"}
 
 
-def reading(path: Path | str, max_bad_fraction: float = 0.5, **source: Any) -> tuple[Reading, str]:
+@dataclass
+class Read(Reading):
+    conversations: list[Conversation] = field(default_factory=list)
+
+
+def reading(path: Path | str, max_bad_fraction: float = 0.5, **source: Any) -> tuple[Read, str]:
     """What was read, and what was printed."""
     printed = io.StringIO()
-    made = read(Source(path=str(path), **source), max_bad_fraction, Console(file=printed, width=300))
-    return made, printed.getvalue()
+    made, rows = read(Source(path=str(path), **source), max_bad_fraction, Console(file=printed, width=300))
+    conversations = list(rows)
+    return Read(**vars(made), conversations=conversations), printed.getvalue()
 
 
 # --- forms ---------------------------------------------------------------------
@@ -103,6 +111,7 @@ def test_nulls_that_tables_write_are_absent_keys() -> None:
         ({"messages": [{"role": ["user"], "content": "hi"}]}, "unknown role \"['user']\""),
         ({"messages": [{"role": "user", "content": " \n"}]}, "empty content"),
         ({"messages": [{"role": "user"}]}, "empty content"),
+        ({"messages": [{"role": "user", "content": "\ud83d"}]}, "content holds half of a surrogate pair"),
         ({"messages": [{"role": "user", "content": 3}]}, "content is of type int, not text"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "empty content"),
         ({"messages": [{"role": "system", "content": "s"}]}, "no user turn"),
@@ -181,6 +190,39 @@ def test_json_array(tmp_path: Path) -> None:
     assert "t.json[1]: messages is empty" in printed
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_json_array_in_pieces(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is cut where: strings, escapes, numbers, nested arrays."""
+    monkeypatch.setattr(traffic, "CHUNK", size)
+    rows = [{"a": [1, "]"]}, {}, 125, -2.5e3, "x,\\u00e9", [], None]
+    for indent in (None, 2):
+        assert list(elements(io.StringIO(json.dumps(rows, indent=indent) + "\n"))) == rows
+    assert list(elements(io.StringIO("[ ] "))) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('[{"a": 1}', "ends without a closing bracket"),
+        ('[{"a": 1}, ', "ends without a closing bracket"),
+        ('[{"a": 1},]', "Expecting value"),
+        ('[{"a": 1} {"a": 2}]', "no comma between two rows"),
+        ('[{"a": 1}] x', "something follows"),
+        ('[{"a": 1', "Expecting"),
+        ('[{"a": 1}, {"b"]', "Expecting"),
+    ],
+)
+def test_json_array_that_is_none(content: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(TrafficError, match=rf"does not parse after [01] rows \(.*{reason}"):
+        reading(tmp_path / "t.json", max_bad_fraction=1.0)
+
+
+def test_only_the_first_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "t.jsonl", *[{"messages": chat(text)} for text in "abc"])
+    assert [one.messages for one in reading(path, max_rows=2)[0].conversations] == [chat("a"), chat("b")]
+
+
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_empty_file(tmp_path: Path, content: str) -> None:
     (tmp_path / "t.jsonl").write_text(content)
@@ -208,6 +250,22 @@ def test_datasets_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     with pytest.raises(TrafficError, match="neither a file here nor a dataset"):
         reading(tmp_path / "set", split="nowhere")
+
+
+def test_streamed_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is copied to the cache of `datasets`; other contents have another hash."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    file = write_rows(tmp_path / "set" / "train.jsonl", *[{"messages": chat(text)} for text in "abc"])
+    made, _ = reading(tmp_path / "set", streaming=True, max_rows=2)
+    assert [one.messages for one in made.conversations] == [chat("a"), chat("b")]
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    again, _ = reading(tmp_path / "set", streaming=True)
+    assert again.sha256 == made.sha256
+    write_rows(file, {"messages": chat("longer")})
+    assert reading(tmp_path / "set", streaming=True)[0].sha256 != made.sha256
+    write_rows(file, {"messages": chat("longer")}, "{")
+    with pytest.raises(TrafficError, match="neither a file here nor a dataset"):
+        reading(tmp_path / "set", streaming=True)
 
 
 # --- identity ------------------------------------------------------------------
