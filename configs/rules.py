@@ -10,12 +10,28 @@ import re
 from collections.abc import Iterator
 
 from configs.errors import ConfigError
-from configs.schema import Config, Dtype, Optimizer, Replies, Schedule, Strategy, Tree, Verification
+from configs.schema import (
+    Config,
+    Dtype,
+    Optimizer,
+    Replies,
+    Schedule,
+    StopDrafting,
+    Strategy,
+    Tree,
+    Verification,
+)
+
+# Fields of a request for a reply that have settings of their own, or would ask for another kind of answer.
+SENT = {"model", "messages", "max_tokens", "temperature", "top_p", "seed", "n", "stream"}
 
 
 def check(config: Config) -> None:
     """Refuses, with a `ConfigError` that lists every problem, a configuration that cannot work."""
-    rules = (_run, _data, _regenerate, _trainer, _decode, _eval, _predict, _profile, _ab, _plan)
+    rules = (
+        *(_run, _data, _regenerate, _trainer, _decode, _eval, _predict, _profile, _ab, _plan, _validate),
+        _logger,
+    )
     if problems := [problem for rule in rules for problem in rule(config)]:
         raise ConfigError(" ".join(problems))
 
@@ -64,6 +80,8 @@ def _data(config: Config) -> Iterator[str]:
             f"data.max_prompt_tokens={data.max_prompt_tokens} leaves no room for a reply in "
             f"data.max_length={data.max_length} (prompt and reply): lower the first or raise the second."
         )
+    for source in [*data.sources, *data.heldout_sources]:
+        yield from _at_least(1, source, f"'{source.path}': ", "max_rows")
 
 
 def _regenerate(config: Config) -> Iterator[str]:
@@ -72,8 +90,10 @@ def _regenerate(config: Config) -> Iterator[str]:
         1, regenerate, "regenerate.", "max_new_tokens", "batch_size", "max_prompts", "concurrency"
     )
     yield from _sampling(regenerate.temperature, regenerate.top_p, "regenerate.")
+    yield from _within("(0, inf)", regenerate, "regenerate.", "timeout", "patience")
+    urls = [*([regenerate.server] if regenerate.server else []), *regenerate.servers]
     if data.replies is Replies.logged:
-        if regenerate.server:
+        if urls:
             yield (
                 "regenerate.server is set, but data.replies=logged trains on the traffic's own replies, "
                 "so the server would never be asked: set data.replies=target or remove the server."
@@ -86,15 +106,26 @@ def _regenerate(config: Config) -> Iterator[str]:
             f"data.max_prompt_tokens={data.max_prompt_tokens} exceeds data.max_length={data.max_length}, "
             f"so replies would be cut: set data.max_length={longest}, or lower one of the others."
         )
-    if regenerate.server and not regenerate.server.startswith(("http://", "https://")):
-        yield (
-            f"regenerate.server={regenerate.server!r} is not a URL: write it with its scheme, as in "
-            "http://localhost:8000/v1."
-        )
-    if regenerate.server and not regenerate.server_model:
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            yield (
+                f"regenerate.server={url!r} is not a URL: write it with its scheme, as in "
+                "http://localhost:8000/v1."
+            )
+    if urls and not regenerate.server_model:
         yield "regenerate.server is set without regenerate.server_model: set the served name of the target."
-    if regenerate.server_model and not regenerate.server:
-        yield "regenerate.server_model is set without regenerate.server: set its URL, or remove the name."
+    if not urls and (regenerate.server_model or regenerate.extra):
+        what = "server_model" if regenerate.server_model else "extra"
+        yield f"regenerate.{what} is set without regenerate.server: set its URL, or remove it."
+    if regenerate.server and regenerate.servers:
+        yield "regenerate.server and regenerate.servers are both set: name all of them in the second."
+    if len({url.rstrip("/").removesuffix("/v1") for url in urls}) < len(urls):
+        yield f"regenerate.servers={list(urls)} names a server twice: raise regenerate.concurrency instead."
+    if said := sorted(set(regenerate.extra) & SENT):
+        yield (
+            f"regenerate.extra names {', '.join(said)}, which other settings decide: use "
+            "regenerate.max_new_tokens, temperature, top_p and server_model, and seed."
+        )
 
 
 def _trainer(config: Config) -> Iterator[str]:
@@ -144,7 +175,23 @@ def _trainer(config: Config) -> Iterator[str]:
             "trainer.autocast=float16 needs loss scaling, which training does not do, so small gradients "
             "would become 0: use bfloat16 or float32."
         )
+    yield from _at_least(1, trainer, "trainer.", "target_parallel")
     yield from _strategy(config)
+    yield from _target_parallel(config)
+
+
+def _target_parallel(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    where = f"trainer.target_parallel={trainer.target_parallel}"
+    if trainer.target_parallel <= 1:
+        return
+    if trainer.strategy is Strategy.none:
+        yield (
+            f"{where} divides the target over as many processes, and trainer.strategy=none uses one: choose "
+            "how they share the draft, as in trainer=ddp."
+        )
+    if config.method.name == "medusa2":
+        yield f"{where} leaves no process with a whole target, and method=medusa2 trains it: set it to 1."
 
 
 def _strategy(config: Config) -> Iterator[str]:
@@ -182,6 +229,12 @@ def _decode(config: Config) -> Iterator[str]:
         yield (
             f"decode.verification=block judges a drawn chain as a whole, and decode.tree={decode.tree.value} "
             "makes trees, which go by rejection: set decode.tree=chain, or decode.verification=rejection."
+        )
+    if decode.compile and (decode.pad_trees or decode.stop_drafting is StopDrafting.marginal):
+        yield (
+            "decode.compile pads trees to its own sizes, and the costs that decode.pad_trees and "
+            "decode.stop_drafting=marginal go by are those of eager forwards: set decode.compile=false, or "
+            "neither of them."
         )
 
 
@@ -253,18 +306,34 @@ def _ab(config: Config) -> Iterator[str]:
 
 def _plan(config: Config) -> Iterator[str]:
     plan = config.plan
-    yield from _at_least(1, plan, "plan.", "devices", "target_over", "rows")
+    yield from _at_least(1, plan, "plan.", "devices", "rows")
     yield from _at_least(2, plan, "plan.", "length")
     if plan.cost_per_hour is not None:
         yield from _within("[0, inf)", plan, "plan.", "cost_per_hour")
-    if plan.target_over > plan.devices:
-        yield (
-            f"plan.target_over={plan.target_over} is more than plan.devices={plan.devices}: raise the second."
-        )
     if plan.length is not None and plan.length > config.data.max_length:
         yield (
             f"plan.length={plan.length} exceeds data.max_length={config.data.max_length}, at which rows are "
             "cut: lower it."
+        )
+
+
+def _validate(config: Config) -> Iterator[str]:
+    validate = config.validate
+    for name, example in (("draft_tokens", "[1,2,4]"), ("batch_sizes", "[1,4]"), ("drafts", "[latest]")):
+        values = getattr(validate, name)
+        if not values or (name != "drafts" and min(values) < 1):
+            yield f"validate.{name}={values}: name one or more, as in validate.{name}={example}."
+    if min(validate.tree_nodes, default=1) < 1:
+        yield f"validate.tree_nodes={validate.tree_nodes}: each must be at least 1; [] leaves trees out."
+    yield from _at_least(1, validate, "validate.", "prompts")
+
+
+def _logger(config: Config) -> Iterator[str]:
+    window = config.logger.profile
+    if window and not (len(window) == 2 and 1 <= window[0] <= window[1]):
+        yield (
+            f"logger.profile={list(window)} is no window: name its first and last step, as in "
+            "logger.profile=[20,22], or [] for none."
         )
 
 

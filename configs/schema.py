@@ -123,6 +123,8 @@ class Source:
     path: str = MISSING  # a JSONL file, or a `datasets` name
     split: str = "train"  # for `datasets` names
     category: str | None = None  # for rows that carry none
+    streaming: bool = False  # for `datasets` names: read rows as they come, without downloading all first
+    max_rows: int | None = None  # read only the first ones
 
 
 @dataclass
@@ -151,7 +153,11 @@ class RegenerateConfig:
     max_prompts: int | None = None  # answer only the first ones
     server: str | None = None  # base URL of an OpenAI-compatible server; None: in process
     server_model: str | None = None  # model name to ask the server for
-    concurrency: int = 16  # requests in flight against the server
+    concurrency: int = 16  # requests in flight against each server
+    servers: list[str] = field(default_factory=list)  # base URLs of several that serve the same model
+    timeout: float = 600.0  # seconds without a byte after which a request to a server has failed
+    patience: float = 600.0  # seconds without an answer of any server that end the run
+    extra: dict[str, Any] = field(default_factory=dict)  # further fields of each request to a server
 
 
 @dataclass
@@ -189,6 +195,7 @@ class TrainerConfig:
     patience: int | None = None  # held-out measurements without a new best that end the run; None: never
     resume: str = "auto"  # auto: go on with this configuration's unfinished run; never; or a run's folder
     strategy: Strategy = Strategy.none  # `accumulation` and `batch_tokens` mean the same in all of them
+    target_parallel: int = 1  # processes that hold the target in parts and run it together (train/sharded.py)
 
 
 @dataclass
@@ -215,6 +222,9 @@ class DecodeConfig:
     batch_size: int = 1  # sequences decoded together
     pad_trees: bool = False  # to the sizes that measured forwards say are fastest (float32 on some CPUs)
     govern: bool = False  # measure while decoding, and draft only where it pays
+    compile: bool = (
+        False  # forwards over trees at fixed shapes: CUDA graphs, on a CPU Inductor (minutes at first)
+    )
     stop: list[str] = field(default_factory=list)
 
 
@@ -305,7 +315,6 @@ class PlanConfig:
         None  # a data sheet's name (models/roofline.py); None: h100, or this machine for a CPU
     )
     devices: int = 1  # that the run has
-    target_over: int = 1  # devices that each hold a part of the target; training itself has it whole on each
     rows: int | None = None  # training rows; None: those prepared, else 100 000
     length: int | None = None  # their mean tokens; None: those prepared, else half of data.max_length
     cost_per_hour: float | None = None  # of one device
@@ -313,9 +322,21 @@ class PlanConfig:
 
 
 @dataclass
+class ValidateConfig:
+    drafts: list[str] = field(default_factory=lambda: ["latest"])  # each named as in eval.draft
+    draft_tokens: list[int] = field(default_factory=lambda: [1, 2, 4, 6])  # chains of these lengths
+    tree_nodes: list[int] = field(default_factory=lambda: [8, 16])  # static trees of so many drafted tokens
+    lookup: bool = True  # prompt lookup too
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 2, 4])
+    prompts: int = 12  # held-out ones, decoded in every setting
+    output: str | None = None  # None: beside measure.json of the first draft
+
+
+@dataclass
 class LoggerConfig:
     wandb: WandbMode = WandbMode.disabled
     project: str = "leadout"
+    profile: list[int] = field(default_factory=list)  # first and last step under torch's profiler; []: none
 
 
 @dataclass
@@ -338,6 +359,7 @@ class Config:
     imports: ImportsConfig = field(default_factory=ImportsConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    validate: ValidateConfig = field(default_factory=ValidateConfig)
 
 
 def typed(cls: type[T], values: dict[str, Any], where: str) -> T:

@@ -7,7 +7,7 @@ other, so that each has the load to itself and drift of the machine falls on bot
 drawn for every other pair of blocks, and the next pair has the opposite order.
 
 Every pair of blocks is on the disk before the next begins; the same command goes on after the last one.
-Requests that fail are counted by kind. `docs/metrics.md` defines the figures of ab.json.
+Requests that fail are counted by kind. `docs/measuring.md` defines the figures of ab.json.
 """
 
 from __future__ import annotations

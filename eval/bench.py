@@ -28,7 +28,7 @@ from configs.schema import Config, DecodeConfig, Tree
 from data.generate import loops
 from data.template import Template
 from data.tokens import Prompt
-from decoding.build import build_decoder, shape_of
+from decoding.build import build_decoder, compiled_forward, largest_tree, shape_of
 from decoding.clock import now
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
@@ -91,14 +91,15 @@ class Bench:
         self.draft = draft
         self.name = name
         self.method = str(draft.method)
+        self.compiled = compiled_forward(target, config.decode)
         self.decoders = self.build(config.decode.batch_size)
         self.by_size = {config.decode.batch_size: self.decoders}
 
     def build(self, batch_size: int) -> dict[str, Decoder]:
         decode = dataclasses.replace(self.config.decode, batch_size=batch_size)
         return {
-            "plain": Decoder(self.target, PlainDrafter(), batch_size),
-            "draft": build_decoder(self.target, self.draft, decode, self.name),
+            "plain": Decoder(self.target, PlainDrafter(), batch_size, compiled=self.compiled),
+            "draft": build_decoder(self.target, self.draft, decode, self.name, self.compiled),
         }
 
     def at(self, batch_size: int) -> dict[str, Decoder]:
@@ -122,6 +123,7 @@ class Bench:
             stop_drafting=decode.stop_drafting.value if decode.tree is Tree.chain else None,
             verification=decode.verification.value,
             lossless=lossless(decode.verification),
+            compiled=decode.compile,
             top_k=decode.top_k,
             top_p=decode.top_p,
             confidence=measured.confidence,
@@ -330,13 +332,7 @@ def check_decoding(decode: DecodeConfig) -> None:
 def nodes_of(decode: DecodeConfig) -> int | None:
     """How many tokens a network's tree has at most, its root left out; None for a chain, which
     decode.draft_tokens limits."""
-    match decode.tree:
-        case Tree.chain:
-            return None
-        case Tree.dynamic:
-            return decode.tree_nodes
-        case Tree.static:
-            return len(shape_of(decode.tree_file)) - 1
+    return None if decode.tree is Tree.chain else largest_tree(decode)
 
 
 def seed_of(seed: int, repeat: int, prompt: Prompt) -> int:

@@ -128,6 +128,11 @@ CONDITIONS: tuple[tuple[str, Callable[[dict[str, Any]], str], str], ...] = (
     ("hardware", hardware, TIMES),
     ("threads", lambda found: str(found["hardware"]["threads"]), TIMES),
     ("attention", lambda found: found["target"]["attention"], TIMES),
+    (
+        "forwards",
+        lambda found: "compiled" if found["config"].get("decode", {}).get("compile") else "eager",
+        TIMES,
+    ),
     ("other load", lambda found: "busy" if found["load"]["busy"] else "idle", TIMES),
     ("commit", lambda found: commit(found["git"]), ACCEPTANCE),
     ("versions", lambda found: listing({n: v for n, v in found["versions"].items() if v}), TIMES),

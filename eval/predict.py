@@ -1,26 +1,28 @@
-"""`python -m eval.predict`: what speculation will be worth, by draft length and batch size, before it is run.
+"""`python -m eval.predict`: what speculation will be worth, by draft length, tree and batch size.
 
-With conditional acceptance α_j at position j, a chain of K drafted tokens emits
+A round that emits E tokens in expectation, beside plain decoding's one, is a speedup of
 
-    E(K) = 1 + Σ_{i <= K} Π_{j <= i} α_j
+    S = E t(1) / (t_draft(depth) + t(nodes) + t_own)        (Leviathan et al. 2023, Sequoia §3.3)
 
-tokens a round, and a round takes K drafts, one verification of K + 1 tokens, and the host's own time. Against
-plain decoding's t(1) per token that is a speedup of
+What is known of the draft decides what can be told:
 
-    S(K) = E(K) t(1) / (K t_draft + t(K + 1) + t_host)        (decoding.md, §5)
+    chains         conditional acceptance α_j at position j: E(K) = 1 + Σ_{i <= K} Π_{j <= i} α_j, K + 1 nodes
+    static trees   acceptance by depth and rank, from eval.tree: the best tree of each size
+                   (decoding/sequoia.py)
+    as measured    any other setting of a measure.json (dynamic trees, several drafters): its own E and sizes,
+                   at other batch sizes or on other hardware; there is no telling another tree from it
 
 Times are this machine's, measured (decoding/costs.py), or those of a data sheet (models/roofline.py), target
-and draft each between what engines reach at best and what is usual. Acceptance is that of the draft's
-measure.json, or what `predict.acceptance` supposes.
+and draft each between what engines reach at best and what is usual. Acceptance may also be supposed
+(`predict.acceptance`). `python -m eval.validate` holds all of it against measurements.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -30,16 +32,16 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.entry import entry
-from configs.errors import TrafficError
 from configs.schema import Config, typed
 from decoding.build import network_drafter
-from decoding.costs import measured_costs, measured_drafting
+from decoding.costs import Curve, measured_costs, measured_drafting
 from decoding.growth import ChainGrowth
+from decoding.sequoia import best_tree
 from eval.advice import by_batch
 from eval.bench import as_plain
-from eval.measure import default_output
+from eval.evidence import Acceptance, Evidence, draft_folder, evidence_of, expected_tokens, measured_file
 from eval.terminal import wide_console
-from models.checkpoint import draft_hash, find_draft, load_draft
+from models.checkpoint import draft_hash, load_draft
 from models.files import ensure_writable, write_json
 from models.provenance import provenance
 from models.roofline import BEST, USUAL, Load, Reach, device_named, load_of
@@ -47,6 +49,7 @@ from models.target import Target
 
 SCHEMA = "leadout.predict/1"
 AT_ONCE = {"medusa", "medusa2", "peagle", "dflash"}  # one forward drafts everything
+TREES = (2, 4, 8, 16, 32, 64)  # nodes of the static trees that are weighed, their roots included
 
 
 @entry()
@@ -54,97 +57,38 @@ def main(config: Config) -> None:
     predict(config, wide_console())
 
 
+Seconds = Callable[[int], float]
+
+
 @dataclass(frozen=True)
 class Times:
-    """Seconds at one batch size."""
+    """Seconds of a round's parts, at one batch size."""
 
-    plain: float  # a forward over one token
-    verify: tuple[float, ...]  # over K + 1 tokens, K = 1, 2, ...
-    draft: tuple[float, ...]  # of drafting K tokens
-    host: float  # a round outside all forwards
+    plain: float  # a round of plain decoding
+    verify: Seconds  # the target's forward, by the tree's nodes, its root included
+    draft: Seconds  # the draft's forwards, by the tree's depth
+    own: Seconds  # the decoder outside both, by nodes
 
-
-def expected_tokens(acceptance: Sequence[float], drafted: int) -> float:
-    """E(K). Beyond the positions that are known the last one's acceptance holds on."""
-    total = survived = 1.0
-    for position in range(drafted):
-        survived *= acceptance[min(position, len(acceptance) - 1)]
-        total += survived
-    return total
+    def round(self, nodes: int, depth: int) -> float:
+        return (self.draft(depth) if depth else 0.0) + self.verify(nodes) + self.own(nodes)
 
 
 def speedup(acceptance: Sequence[float], drafted: int, times: Times) -> float:
-    """S(K)."""
-    spent = times.draft[drafted - 1] + times.verify[drafted - 1] + times.host
-    return expected_tokens(acceptance, drafted) * times.plain / spent
+    """S(K) of a chain."""
+    return expected_tokens(acceptance, drafted) * times.plain / times.round(drafted + 1, drafted)
 
 
-def scaled(acceptance: Sequence[float], drafted: int, wanted: float) -> list[float]:
-    """`acceptance` times one factor (and at most 1), so that E(K) is `wanted`."""
-    low, high = 0.0, 1 / max(min(acceptance), 1e-9)
+def widest(drafted: Mapping[int, float], batch: int) -> dict[int, float]:
+    """The law of the largest of `batch` trees, by drafted tokens. drafted: how often each number occurs.
 
-    def at(factor: float) -> list[float]:
-        return [min(1.0, factor * one) for one in acceptance]
-
-    for _ in range(60):
-        middle = (low + high) / 2
-        if expected_tokens(at(middle), drafted) < wanted:
-            low = middle
-        else:
-            high = middle
-    return at(high)
-
-
-# ---- acceptance ----
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """α_j by position, and the same as low and as high as its interval allows."""
-
-    middle: list[float]
-    low: list[float]
-    high: list[float]
-    source: str
-
-
-def acceptance_of(config: Config) -> Acceptance:
-    """What `predict.acceptance` supposes, or the draft's measure.json shows at `decode.temperature`."""
-    supposed = config.predict.acceptance
-    if supposed is not None:
-        return Acceptance(supposed, supposed, supposed, "predict.acceptance")
-    row = measured_row(config)
-    middle = [one for one in row["conditional_acceptance"] if one is not None]
-    ends = row["mean_acceptance_length_ci"] or [row["mean_acceptance_length"]] * 2
-    low, high = (scaled(middle, len(middle), end) for end in ends)
-    return Acceptance(middle, low, high, str(measured_file(config)))
-
-
-def measured_row(config: Config) -> dict[str, Any]:
-    """The row over all prompts of the draft's own chain at `decode.temperature`: its positions are
-    conditional ones."""
-    file, temperature = measured_file(config), config.decode.temperature
-    chain = "decode.tree=chain decode.drafters=[draft]"
-    again = f"python -m eval.measure {chain} decode.temperature={temperature:g}"
-    if not file.exists():
-        raise TrafficError(
-            f"There is no {file}, so acceptance is not known. Run {again} first, or suppose it, as in "
-            "predict.acceptance=[0.8,0.75,0.7]."
-        )
-    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
-        everything = row["method"] != "plain" and row["category"] == row["context_bucket"] == "all"
-        alone = row["tree"] == "chain" and row["drafters"] == ["draft"]
-        if everything and alone and row["temperature"] == temperature:
-            return row
-    raise TrafficError(
-        f"{file} has no chain of the draft alone at temperature {temperature:g}. Run {again}, or suppose "
-        "predict.acceptance."
-    )
-
-
-def measured_file(config: Config) -> Path:
-    folder = find_draft(config.eval.draft, Path(config.runs), config.experiment)
-    return (Path(config.eval.output) if config.eval.output else default_output(folder)) / "measure.json"
+    A forward is as wide as the batch's widest tree: P(largest = d) = F(d)^B - F(d - 1)^B.
+    """
+    total, below, law = sum(drafted.values()), 0.0, {}
+    for count in sorted(drafted):
+        upto = below + drafted[count] / total
+        law[count] = upto**batch - below**batch
+        below = upto
+    return law
 
 
 def output_of(config: Config) -> Path:
@@ -168,38 +112,63 @@ def sheet_times(target: Load, draft: Load, at_once: bool, config: Config, batch:
     """
     asked = config.predict
     assert asked.device is not None
-    device, context, lengths = device_named(asked.device), asked.context, range(1, asked.draft_tokens + 1)
+    device, context = device_named(asked.device), asked.context
 
-    def verify(reach: Reach, tokens: int) -> float:
-        return target.seconds(device, reach, tokens, batch, context, asked.devices)
+    def times(verifying: Reach, drafting: Reach) -> Times:
+        def verify(nodes: int) -> float:
+            return target.seconds(device, verifying, nodes, batch, context, asked.devices)
 
-    def draw(reach: Reach, tokens: int) -> float:
-        return min(draft.seconds(device, reach, tokens, batch, context, n) for n in (1, asked.devices))
+        one = min(draft.seconds(device, drafting, 1, batch, context, n) for n in (1, asked.devices))
 
-    return [
-        Times(
-            plain=verify(one, 1),
-            verify=tuple(verify(one, drafted + 1) for drafted in lengths),
-            draft=tuple(draw(other, drafted) if at_once else drafted * draw(other, 1) for drafted in lengths),
-            host=other.host,
-        )
-        for one, other in product((BEST, USUAL), repeat=2)
-    ]
+        def draw(depth: int) -> float:
+            if not at_once:
+                return depth * one
+            return min(draft.seconds(device, drafting, depth, batch, context, n) for n in (1, asked.devices))
+
+        return Times(verify(1), verify, draw, lambda _: drafting.host)
+
+    return [times(*reached) for reached in product((BEST, USUAL), repeat=2)]
 
 
-def machine_times(target: Target, draft: Any, name: str, config: Config, batch: int, host: float) -> Times:
-    """Measured here, or kept from an earlier time. host: seconds of a round outside the forwards."""
+def machine_times(
+    target: Target, draft: Any, name: str, config: Config, batch: int, known: Evidence
+) -> Times:
+    """Measured here, or kept from an earlier time; the decoder's own time as it was measured."""
     drafter = network_drafter(target, draft, ChainGrowth(config.decode.proposal))
     asked = config.predict
-    costs = measured_costs(target, drafter, name, batch, asked.context)
+    forward = measured_costs(target, drafter, name, batch, asked.context).target
     drafting = measured_drafting(target, drafter, name, asked.draft_tokens, batch, asked.context)
-    lengths = range(1, asked.draft_tokens + 1)
-    return Times(
-        plain=costs.target(1),
-        verify=tuple(costs.target(drafted + 1) for drafted in lengths),
-        draft=tuple(map(drafting, lengths)),
-        host=host,
-    )
+    own = own_times(known, batch)
+    return Times(forward(1) + own(1), forward, drafting, own)
+
+
+def own_times(known: Evidence, batch: int) -> Seconds:
+    """The decoder's own seconds of a round, by nodes: on the line through what eval.tree saw of plain rounds
+    and of its wide tree, and what measure.json has of plain and of speculative rounds. Sequences are proposed
+    for and verified one by one, so it grows with the batch."""
+    points: dict[int, float] = {}
+    if known.tree is not None and known.tree.seconds is not None:
+        share = batch / (known.tree.batch_size or 1)
+        points |= {int(nodes): seconds * share for nodes, seconds in known.tree.seconds["host"].items()}
+    for row in (known.plain(batch), known.other(batch), known.chain(batch)):
+        if row is not None and row["decoder_ms"] is not None:
+            points[mean_nodes(row)] = 1e-3 * row["decoder_ms"]["p50"] * batch / row["batch_size"]
+    if not points:
+        return lambda _: 0.0
+    return Curve(tuple(sorted(points)), tuple(points[nodes] for nodes in sorted(points)))
+
+
+def mean_nodes(row: dict[str, Any]) -> int:
+    """Of the trees of a measured row, the root included."""
+    sizes = lengths(row)
+    return 1 + round(sum(drafted * count for drafted, count in sizes.items()) / sum(sizes.values()))
+
+
+def lengths(row: dict[str, Any]) -> dict[int, float]:
+    """How often each number of tokens was drafted; plain rounds draft none."""
+    return {
+        int(drafted): float(sum(counts)) for drafted, counts in (row["draft_lengths"] or {"0": [1]}).items()
+    }
 
 
 def draft_load(config: Config, target: Target) -> Load:
@@ -219,6 +188,8 @@ def draft_load(config: Config, target: Target) -> Load:
 
 @dataclass(frozen=True)
 class Row:
+    """Chains at one batch size."""
+
     batch: int
     drafted: int  # the K that is best
     expected_tokens: float
@@ -228,9 +199,22 @@ class Row:
     by_length: list[float]  # S(K) for K = 1, 2, ...
 
 
-def row_of(batch: int, acceptance: Acceptance, variants: Sequence[Times]) -> Row:
-    """variants: the times as they may be, one or several."""
-    lengths = range(1, len(variants[0].verify) + 1)
+@dataclass(frozen=True)
+class TreeRow:
+    """A static tree, or the setting that was measured, at one batch size."""
+
+    batch: int
+    nodes: int  # the root included; as measured: on average
+    depth: int
+    expected_tokens: float
+    speedup: float
+    low: float | None  # None: nothing says how far it may be off
+    high: float | None
+
+
+def row_of(batch: int, acceptance: Acceptance, variants: Sequence[Times], longest: int) -> Row:
+    """variants: the times as they may be, one or several. longest: the largest K."""
+    lengths = range(1, longest + 1)
 
     def middle(drafted: int) -> float:
         return geometric_mean(speedup(acceptance.middle, drafted, times) for times in variants)
@@ -248,53 +232,110 @@ def row_of(batch: int, acceptance: Acceptance, variants: Sequence[Times]) -> Row
     )
 
 
+def tree_row(
+    batch: int, vectors: Sequence[Sequence[float]], variants: Sequence[Times], nodes: int, deepest: int
+) -> TreeRow:
+    """The fastest static tree of at most so many nodes, no deeper than `vectors` [depth][rank] are known."""
+    found: dict[int, TreeRow] = {}
+    for depth in range(1, min(len(vectors), deepest) + 1):
+        tree = best_tree(vectors, nodes, depth)
+        gains = [tree_speedup(tree.expected_tokens, len(tree.shape), tree.shape.depth, t) for t in variants]
+        found[depth] = TreeRow(
+            batch,
+            len(tree.shape),
+            tree.shape.depth,
+            tree.expected_tokens,
+            geometric_mean(gains),
+            *ends(gains),
+        )
+    return max(found.values(), key=lambda row: row.speedup)
+
+
+def tree_speedup(tokens: float, nodes: int, depth: int, times: Times) -> float:
+    return tokens * times.plain / times.round(nodes, depth)
+
+
+def ends(gains: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    return (min(gains), max(gains)) if len(gains) > 1 else (None, None)
+
+
+def as_measured(batch: int, row: dict[str, Any], variants: Sequence[Times]) -> TreeRow:
+    """A measured setting, whatever drafted, at another batch size or on other hardware.
+
+    Its tokens a round and the sizes of its trees stay, only times change. Drafting costs what it would at
+    full depth; drafters that are no network cost nothing but the decoder's own time.
+    """
+    depth = row["draft_tokens"] if "draft" in row["drafters"] else 0
+    taus = [row["mean_acceptance_length"], *(row["mean_acceptance_length_ci"] or [])]
+    rounds = [seconds_of(lengths(row), depth, batch, times) for times in variants]
+    gains = [[tau * t.plain / s for t, s in zip(variants, rounds, strict=True)] for tau in taus]
+    spread = [gain for each in gains for gain in each]
+    return TreeRow(batch, mean_nodes(row), depth, taus[0], geometric_mean(gains[0]), *ends(spread))
+
+
+def seconds_of(drafted: Mapping[int, float], depth: int, batch: int, times: Times) -> float:
+    """Mean seconds of a round whose trees have so many drafted tokens, each as often as given."""
+    return sum(share * times.round(1 + count, depth) for count, share in widest(drafted, batch).items())
+
+
 def predict(config: Config, console: Console) -> dict[str, Any]:
-    """Predicts, writes predict.json, prints the table and what follows from it; returns what was written."""
+    """Predicts, writes predict.json, prints the table and what follows from it; returns what was written.
+
+    Raises `TrafficError` where no acceptance is known, `CheckpointError` and `StorageError`.
+    """
     asked = config.predict
-    acceptance = acceptance_of(config)
+    known = evidence_of(config)
     output = output_of(config)
     ensure_writable(output)
-    rows: list[Row] = []
-    better: Row | None = None  # at the first batch size, with a better draft
-    memory: list[dict[str, Any]] = []
-    held: dict[str, float] | None = None  # against what was measured
-    if asked.device is not None:
-        target = Target.sketch(config.target)
-        loads = load_of(target), draft_load(config, target)
-        at_once = config.method.name in AT_ONCE
-        for batch in asked.batches:
-            variants = sheet_times(*loads, at_once, config, batch)
-            rows.append(row_of(batch, acceptance, variants))
-            better = better or row_of(batch, improved(acceptance), variants)
-        memory = [fit(*loads, config, batch) for batch in asked.batches]
-    else:
-        folder = find_draft(config.eval.draft, Path(config.runs), config.experiment)
-        target = Target.load(config.target)
-        draft = load_draft(folder, target)
-        host = 0.0 if asked.acceptance is not None else 1e-3 * measured_row(config)["decoder_ms"]["p50"]
-        for batch in asked.batches:
-            variants = [machine_times(target, draft, draft_hash(folder), config, batch, host)]
-            rows.append(row_of(batch, acceptance, variants))
-            better = better or row_of(batch, improved(acceptance), variants)
-        if asked.acceptance is None:
-            held = held_against(measured_row(config), rows)
+    cases, memory = on_device(config) if asked.device is not None else on_this_machine(config, known)
+    rows, trees, measured, better = [], [], [], None
+    for batch, variants in cases.items():
+        if known.acceptance is not None:
+            rows.append(row_of(batch, known.acceptance, variants, asked.draft_tokens))
+            better = better or row_of(batch, improved(known.acceptance), variants, asked.draft_tokens)
+        if known.vectors is not None:
+            trees += [tree_row(batch, known.vectors, variants, n, asked.draft_tokens) for n in TREES]
+        if (row := known.other(batch)) is not None:
+            measured.append(as_measured(batch, row, variants))
+    chain = known.chain(min(cases))
     where = provenance()
-    assert better is not None
     written = {
         "schema": SCHEMA,
         **{name: where[name] for name in ("git", "hardware", "versions")},
         "times": asked.device or "measured here",
-        "acceptance": asdict(acceptance),
+        "acceptance": asdict(known.acceptance or Acceptance([], [], [], str(measured_file(config)))),
         "rows": [asdict(row) for row in rows],
+        "trees": [asdict(row) for row in trees],
+        "as_measured": [asdict(row) for row in measured],
         "memory": memory,
-        "measured": held,
-        "better_draft": asdict(better),
-        "advice": advice(rows, better),
+        "measured": held_against(chain, rows) if chain is not None and asked.device is None else None,
+        "break_even": break_even(rows or measured),
+        "better_draft": None if better is None else asdict(better),
+        "advice": advice(rows, trees, measured, better),
         "config": as_plain(config),
     }
     write_json(output / "predict.json", written)
     show(written, output / "predict.json", console)
     return written
+
+
+def on_device(config: Config) -> tuple[dict[int, list[Times]], list[dict[str, Any]]]:
+    """Times by batch size from a data sheet, and whether it fits."""
+    target = Target.sketch(config.target)
+    loads = load_of(target), draft_load(config, target)
+    at_once, batches = config.method.name in AT_ONCE, config.predict.batches
+    return (
+        {batch: sheet_times(*loads, at_once, config, batch) for batch in batches},
+        [fit(*loads, config, batch) for batch in batches],
+    )
+
+
+def on_this_machine(config: Config, known: Evidence) -> tuple[dict[int, list[Times]], list[dict[str, Any]]]:
+    folder = draft_folder(config)
+    target = Target.load(config.target)
+    draft, name = load_draft(folder, target), draft_hash(folder)
+    batches = config.predict.batches
+    return {b: [machine_times(target, draft, name, config, b, known)] for b in batches}, []
 
 
 def improved(acceptance: Acceptance, by: float = 0.05) -> Acceptance:
@@ -327,29 +368,56 @@ def fit(target: Load, draft: Load, config: Config, batch: int) -> dict[str, Any]
     return {"batch": batch, "bytes": needed, "fits": needed <= device_named(asked.device).memory}
 
 
-def advice(rows: Sequence[Row], better: Row) -> list[str]:
+def break_even(rows: Sequence[Row | TreeRow]) -> float | None:
+    """The batch size from which it no longer pays, between those asked (on a logarithmic scale); None: it
+    pays at all of them, or at none."""
+    for below, above in pairwise(sorted(rows, key=lambda row: row.batch)):
+        if below.speedup > 1 >= above.speedup:
+            share = (below.speedup - 1) / (below.speedup - above.speedup)
+            return below.batch * (above.batch / below.batch) ** share
+    return None
+
+
+def advice(
+    rows: Sequence[Row], trees: Sequence[TreeRow], measured: Sequence[TreeRow], better: Row | None
+) -> list[str]:
     """What follows, each sentence with the number that made it."""
-    first = rows[0]
-    said = [
-        f"Batch {first.batch}: K = {first.drafted} is best, {first.speedup:.2f}x ({first.low:.2f} to "
-        f"{first.high:.2f}).",
-        f"A draft accepted .05 more often everywhere would make it {better.speedup:.2f}x, with K = "
-        f"{better.drafted}.",
-    ]
-    return [*said, *by_batch([(row.batch, row.low, row.high) for row in rows])]
+    said = []
+    for first in rows[:1]:
+        said.append(
+            f"Batch {first.batch}: K = {first.drafted} is best, {first.speedup:.2f}x ({first.low:.2f} to "
+            f"{first.high:.2f})."
+        )
+    for batch in dict.fromkeys(row.batch for row in trees[:1]):
+        best = max((row for row in trees if row.batch == batch), key=lambda row: row.speedup)
+        said.append(
+            f"Batch {batch}: of static trees one of {best.nodes} nodes and depth {best.depth} is best, "
+            f"{best.speedup:.2f}x with {best.expected_tokens:.2f} tokens a round."
+        )
+    if better is not None:
+        said.append(
+            f"A draft accepted .05 more often everywhere would make it {better.speedup:.2f}x, with K = "
+            f"{better.drafted}."
+        )
+    known = [(row.batch, row.low, row.high) for row in rows or measured]
+    said += by_batch(
+        [(batch, low, high) for batch, low, high in known if low is not None and high is not None]
+    )
+    if (crossing := break_even(rows or measured)) is not None:
+        said.append(f"It breaks even at a batch of about {crossing:.0f}.")
+    return said
 
 
 def show(written: dict[str, Any], path: Path, console: Console) -> None:
     made = Table(title=f"predicted, times: {written['times']}", title_justify="left")
-    for name in ("batch", "K", "tokens a round", "speedup"):
-        made.add_column(name, justify="right")
+    for name in ("batch", "drafted", "tokens a round", "speedup"):
+        made.add_column(name, justify="left" if name == "drafted" else "right")
     for row in written["rows"]:
-        made.add_row(
-            str(row["batch"]),
-            str(row["drafted"]),
-            f"{row['expected_tokens']:.2f}",
-            f"{row['speedup']:.2f}x [{row['low']:.2f}, {row['high']:.2f}]",
-        )
+        add(made, row, f"a chain of {row['drafted']}")
+    for row in written["trees"]:
+        add(made, row, f"a static tree of {row['nodes']} nodes, depth {row['depth']}")
+    for row in written["as_measured"]:
+        add(made, row, f"as measured, {row['nodes']} nodes on average")
     console.print(made)
     for sentence in written["advice"]:
         console.print(sentence, markup=False)
@@ -366,6 +434,13 @@ def show(written: dict[str, Any], path: Path, console: Console) -> None:
                 markup=False,
             )
     console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+
+
+def add(table: Table, row: dict[str, Any], drafted: str) -> None:
+    spread = "" if row["low"] is None else f" [{row['low']:.2f}, {row['high']:.2f}]"
+    table.add_row(
+        str(row["batch"]), drafted, f"{row['expected_tokens']:.2f}", f"{row['speedup']:.2f}x{spread}"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 writes the page of a measure.json anew, with what eval.predict put beside it since, and every picture of it as
 PNG in pictures/. `report` itself is a pure function of the measurement. Text that came from files is escaped.
 Beside each figure stands what it means, because the same word means different things in different tools
-(docs/metrics.md).
+(docs/measuring.md).
 
 A setting is what is measured apart: a temperature and a batch size. Each has a section of its own; where
 there are several, an overview with the sweeps comes first.
@@ -536,6 +536,8 @@ def held(measurement: dict[str, Any], prediction: dict[str, Any] | None) -> Held
         and (row["tree"], row["drafters"]) == ("chain", ["draft"])
         and row["category"] == row["context_bucket"] == "all"
     }
+    if not chains:
+        return []  # it was made from another file, as that of eval.tree
     known = [
         [one for one in row["conditional_acceptance"] or [] if one is not None] for row in chains.values()
     ]

@@ -1,7 +1,7 @@
 """From measured pairs of generations to the rows of `measure.json`. Pure: no model, no clock, no file.
 
 A pair is one prompt at one temperature and batch size, decoded plainly and speculatively one after the other.
-Rates are pooled (sums over sums, never means of ratios), as vLLM counts them; `docs/metrics.md` defines each
+Rates are pooled (sums over sums, never means of ratios), as vLLM counts them; docs/measuring.md defines each
 field. Intervals resample prompts, not rounds or tokens, because the rounds of one prompt resemble each other
 (a paired cluster bootstrap); prompts that were decoded together are drawn together.
 
@@ -150,6 +150,7 @@ class Conditions:
     stop_drafting: str | None = "fixed"  # None: a tree, which stops by its shape
     verification: str = "rejection"
     lossless: bool = True
+    compiled: bool = False  # both ways' forwards over trees
 
     def drafting(self, drafted: bool) -> dict[str, Any]:
         """What a row says of how its tokens were drafted and judged; a plain one's were not."""
@@ -227,6 +228,7 @@ def row(
         "method": conditions.method if drafted else "plain",
         "lossless": conditions.lossless if drafted else True,
         "dtype": conditions.dtype,
+        "compiled": conditions.compiled,
         "temperature": temperature,
         "top_k": conditions.top_k,
         "top_p": conditions.top_p,

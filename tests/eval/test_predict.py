@@ -1,9 +1,11 @@
-"""The arithmetic by hand; a prediction from a data sheet, and one from this machine's own times."""
+"""The arithmetic by hand; predictions from a data sheet, and from this machine's own times, of chains, trees,
+and a setting that was measured."""
 
 from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +24,17 @@ from configs.schema import (
     TargetConfig,
 )
 from decoding.costs import Costs, Curve
-from eval.predict import (
-    Acceptance,
-    Row,
-    Times,
-    advice,
-    expected_tokens,
-    predict,
-    row_of,
-    scaled,
-    speedup,
-)
+from decoding.shapes import Conditions, TreeShape, write_shape
+from eval.evidence import Acceptance, expected_tokens, scaled
+from eval.predict import Row, Times, TreeRow, advice, break_even, predict, row_of, speedup, tree_row, widest
 from models.files import write_json
 from tests.eval.samples import LLAMA_8B, LLAMA_70B, tiny_pair
 
 RUN = Path("tiny") / "20260101-000000"
 # Verifying costs a tenth more a token, drafting a twentieth of a forward a token.
-TIMES = Times(plain=1.0, verify=(1.1, 1.2, 1.3), draft=(0.05, 0.1, 0.15), host=0.05)
+TIMES = Times(
+    plain=1.0, verify=lambda n: 1 + 0.1 * (n - 1), draft=lambda depth: 0.05 * depth, own=lambda _: 0.05
+)
 
 
 def test_expected_tokens() -> None:
@@ -51,7 +47,7 @@ def test_speedup_and_the_best_length() -> None:
     assert speedup([0.5], 1, TIMES) == pytest.approx(1.5 / 1.2)
     assert speedup([0.5], 2, TIMES) == pytest.approx(1.75 / 1.35)
     assert speedup([0.5], 3, TIMES) == pytest.approx(1.875 / 1.5)
-    best = [row_of(1, Acceptance([a], [a], [a], ""), [TIMES]).drafted for a in (0.5, 0.9, 0.1)]
+    best = [row_of(1, Acceptance([a], [a], [a], ""), [TIMES], 3).drafted for a in (0.5, 0.9, 0.1)]
     assert best == [2, 3, 1]
 
 
@@ -63,26 +59,57 @@ def test_scaled_acceptance_emits_what_is_wanted() -> None:
 
 
 def test_a_rows_interval_spans_acceptance_and_times() -> None:
-    slow = Times(1.0, (1.5,), (0.5,), 0.0)
-    fast = Times(1.0, (1.0,), (0.0,), 0.0)
-    row = row_of(4, Acceptance([0.5], [0.4], [0.6], ""), [slow, fast])
+    slow = Times(1.0, lambda _: 1.5, lambda _: 0.5, lambda _: 0.0)
+    fast = Times(1.0, lambda _: 1.0, lambda _: 0.0, lambda _: 0.0)
+    row = row_of(4, Acceptance([0.5], [0.4], [0.6], ""), [slow, fast], 1)
     assert (row.batch, row.drafted, row.expected_tokens) == (4, 1, 1.5)
     assert (row.low, row.high) == (pytest.approx(1.4 / 2), pytest.approx(1.6))
     assert row.speedup == pytest.approx((0.75 * 1.5) ** 0.5)
 
 
+def test_a_batch_is_as_wide_as_its_widest_tree() -> None:
+    # Three rounds in four draft nothing; of two sequences both do so in 9 of 16.
+    assert widest({0: 3, 4: 1}, 1) == {0: 0.75, 4: 0.25}
+    assert widest({0: 3, 4: 1}, 2) == pytest.approx({0: 9 / 16, 4: 7 / 16})
+
+
+def test_the_fastest_tree_of_a_size() -> None:
+    # Accepted: (0) .6, (0, 0) .3, (1) .2, (0, 1) .15. Of 3 drafted nodes the first three emit 2.1 tokens; at
+    # depth 1 there are but two, which emit 1.8.
+    vectors = [[0.6, 0.2], [0.5, 0.25]]
+    row = tree_row(1, vectors, [TIMES], 4, deepest=8)
+    assert (row.nodes, row.depth, row.low) == (4, 2, None)
+    assert row.expected_tokens == pytest.approx(2.1)
+    assert row.speedup == pytest.approx(2.1 / (1.3 + 0.1 + 0.05))
+    dear = Times(1.0, lambda n: 1 + 0.1 * (n - 1), lambda depth: depth * 1.0, lambda _: 0.0)
+    shallow = tree_row(1, vectors, [dear, TIMES], 4, deepest=8)
+    assert (shallow.nodes, shallow.depth) == (3, 1)  # 1.8 in 2.2 and 1.3 against 2.1 in 3.3 and 1.45
+    assert (shallow.low, shallow.high) == (pytest.approx(1.8 / 2.2), pytest.approx(1.8 / 1.3))
+
+
+def chains(*speedups: tuple[int, float, float, float]) -> list[Row]:
+    return [Row(batch, 4, 2.0, gain, low, high, []) for batch, gain, low, high in speedups]
+
+
 def test_advice_says_where_it_pays() -> None:
-    rows = [
-        Row(1, 4, 2.0, 1.8, 1.6, 2.0, []),
-        Row(8, 2, 1.7, 1.1, 0.9, 1.3, []),
-        Row(64, 1, 1.4, 0.8, 0.7, 0.95, []),
-    ]
-    said = " ".join(advice(rows, Row(1, 5, 2.3, 2.1, 1.9, 2.3, [])))
+    rows = chains((1, 1.8, 1.6, 2.0), (8, 1.1, 0.9, 1.3), (64, 0.8, 0.7, 0.95))
+    trees = [TreeRow(1, 4, 2, 2.1, 1.5, None, None), TreeRow(1, 8, 3, 2.4, 1.9, None, None)]
+    said = " ".join(advice(rows, trees, [], Row(1, 5, 2.3, 2.1, 1.9, 2.3, [])))
     assert "Batch 1: K = 4 is best, 1.80x (1.60 to 2.00)." in said
+    assert "of static trees one of 8 nodes and depth 3 is best, 1.90x with 2.40 tokens a round" in said
     assert "make it 2.10x, with K = 5" in said
     assert "pays at batch sizes up to 1 of those asked" in said
     assert "does not pay at batch 64, where it is at most 0.95x" in said
-    assert "open at every batch size" in " ".join(advice(rows[1:2], rows[1]))
+    assert "breaks even at a batch of about 16." in said
+    assert "open at every batch size" in " ".join(advice(rows[1:2], [], [], None))
+
+
+def test_break_even_lies_between_the_batches_asked() -> None:
+    # 1.1 at 8 and .8 at 64: a third of the way, on a logarithmic scale: 8 * 8^(1/3).
+    rows = chains((64, 0.8, 0.7, 0.9), (8, 1.1, 1.0, 1.2))
+    assert break_even(rows) == pytest.approx(16)
+    assert break_even(rows[:1]) is None
+    assert break_even(rows[1:]) is None
 
 
 def run(config: Config) -> tuple[dict[str, Any], str]:
@@ -133,10 +160,11 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     assert run(config)[0]["memory"][0]["fits"]
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """A pair with a measurement, on a machine whose times are those of `costs`."""
-    tiny_pair(tmp_path, RUN)
+# ---- on this machine ----
+
+
+def measured(**changes: Any) -> dict[str, Any]:
+    """A row of measure.json, over all prompts."""
     row = {
         "method": "eagle3",
         "category": "all",
@@ -148,15 +176,38 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         "mean_acceptance_length": 1.9,
         "mean_acceptance_length_ci": [1.8, 2.0],
         "decoder_ms": {"p50": 1.0},
+        "draft_lengths": {"3": [10, 10]},
         "draft_tokens": 3,
         "batch_size": 1,
         "speedup_decode": 1.1,
     }
-    write_json(tmp_path / "runs" / RUN / "measure" / "measure.json", {"rows": [row]})
+    return row | changes
+
+
+PLAIN = measured(method="plain", tree=None, drafters=None, draft_lengths=None, draft_tokens=0)
+# Half of the rounds draft 2 tokens, half of them 4.
+MERGED = {
+    "tree": "dynamic",
+    "drafters": ["draft", "lookup"],
+    "draft_tokens": 2,
+    "draft_lengths": {"2": [5, 5], "4": [10]},
+    "mean_acceptance_length": 2.0,
+    "mean_acceptance_length_ci": [1.8, 2.2],
+}
+
+
+def write_rows(config: Config, *rows: dict[str, Any]) -> None:
+    write_json(Path(config.runs) / RUN / "measure" / "measure.json", {"rows": list(rows)})
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A pair with a measurement, on a machine whose times are those of `costs`."""
+    tiny_pair(tmp_path, RUN)
     costs = Costs(Curve((1, 5), (0.010, 0.014)), 0.001)
     monkeypatch.setattr("eval.predict.measured_costs", lambda *_: costs)
     monkeypatch.setattr("eval.predict.measured_drafting", lambda *_: Curve((1, 2, 3), (0.001, 0.002, 0.003)))
-    return Config(
+    config = Config(
         experiment="tiny",
         runs=str(tmp_path / "runs"),
         target=TargetConfig(name=str(tmp_path / "target"), dtype=Dtype.float32, device="cpu"),
@@ -166,35 +217,95 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
         eval=EvalConfig(),
         predict=PredictConfig(draft_tokens=3, batches=[1, 2]),
     )
+    write_rows(config, PLAIN, measured())
+    return config
 
 
 def test_a_prediction_from_measured_acceptance_and_times(here: Config) -> None:
     found, screen = run(here)
     row = found["rows"][0]
+    # Plain decoding takes 10 + 1 ms a token.
     # K = 1: 1.6 tokens in 1 + 11 + 1 ms; K = 2: 1.9 in 2 + 12 + 1; K = 3: 2.05 in 3 + 13 + 1.
     assert row["drafted"] == 2
-    assert row["speedup"] == pytest.approx(1.9 * 10 / 15)
-    assert row["low"] == pytest.approx(1.8 * 10 / 15)
-    assert row["high"] == pytest.approx(2.0 * 10 / 15)
-    assert [one["batch"] for one in found["rows"]] == [1, 2]
-    assert row["by_length"] == pytest.approx([16 / 13, 19 / 15, 20.5 / 17])
+    assert row["speedup"] == pytest.approx(1.9 * 11 / 15)
+    assert row["low"] == pytest.approx(1.8 * 11 / 15)
+    assert row["high"] == pytest.approx(2.0 * 11 / 15)
+    assert row["by_length"] == pytest.approx([1.6 * 11 / 13, 1.9 * 11 / 15, 2.05 * 11 / 17])
+    # Two sequences take the decoder 2 ms.
+    assert found["rows"][1]["by_length"][0] == pytest.approx(1.6 * 12 / 14)
     assert found["measured"] == {
         "draft_tokens": 3,
         "measured": 1.1,
-        "predicted": pytest.approx(20.5 / 17),
+        "predicted": pytest.approx(2.05 * 11 / 17),
     }
-    assert "at K = 3: predicted 1.21x, measured 1.10x" in screen
+    assert "at K = 3: predicted 1.33x, measured 1.10x" in screen
     assert "measured here" in screen
     # K = 2 with .65 and .55.
-    assert found["better_draft"]["speedup"] == pytest.approx((1 + 0.65 + 0.65 * 0.55) * 10 / 15)
+    assert found["better_draft"]["speedup"] == pytest.approx((1 + 0.65 + 0.65 * 0.55) * 11 / 15)
+    assert found["trees"] == found["as_measured"] == []
+
+
+def test_the_decoders_own_time_grows_with_nodes_and_is_that_of_the_batch(here: Config) -> None:
+    # 1 ms plainly, 4 ms with the 4 nodes of K = 3, so 2 ms with the 2 of K = 1; at batch 2 as measured.
+    four, five = ({"decoder_ms": {"p50": ms}} for ms in (4.0, 5.0))
+    write_rows(here, PLAIN, measured(**four), measured(**five, batch_size=2))
+    one, two = run(here)[0]["rows"]
+    assert one["by_length"][0] == pytest.approx(1.6 * 11 / (1 + 11 + 2))
+    assert two["by_length"][2] == pytest.approx(2.05 * 12 / (3 + 13 + 5))
+
+
+def test_trees_and_chains_from_acceptance_by_rank(here: Config) -> None:
+    write_rows(here)  # nothing measured
+    seen = Conditions(
+        temperature=0.0,
+        proposal="sampled",
+        draft=str(Path(here.runs) / RUN / "draft"),
+        vectors=[[0.6, 0.2], [0.5, 0.25]],
+        batch_size=1,
+        seconds={"host": {"1": 0.001, "64": 0.001}},
+    )
+    file = Path(here.runs) / RUN / "tree.json"
+    write_shape(file, TreeShape.chain(1), seen)
+    found, screen = run(here)
+    two, four = (
+        row for row in found["trees"] if row["batch"] == 1 and row["nodes"] in (2, 4) and row["depth"] < 3
+    )
+    assert two["speedup"] == pytest.approx(1.6 * 11 / 13)
+    assert four["speedup"] == pytest.approx(2.1 * 11 / 16)  # 13 ms over 4 nodes, 2 of drafting, 1 of its own
+    assert found["acceptance"]["middle"] == [0.6, 0.5]
+    assert found["acceptance"]["source"] == str(file)
+    assert found["rows"][0]["by_length"][1] == pytest.approx(1.9 * 11 / 15)
+    assert "a static tree of 4 nodes, depth 2" in screen
+    for other in (replace(seen, temperature=1.0), replace(seen, draft="another")):
+        write_shape(file, TreeShape.chain(1), other)
+        with pytest.raises(TrafficError, match="acceptance is not known"):
+            run(here)
+
+
+def test_a_measured_setting_at_other_batch_sizes(here: Config) -> None:
+    write_rows(here, PLAIN, measured(**MERGED))
+    found, screen = run(here)
+    one, two = found["as_measured"]
+    # 2 ms of drafting, 12 or 14 over 3 or 5 nodes, 1 of its own: 16 on average.
+    assert one["speedup"] == pytest.approx(2 * 11 / 16)
+    assert (one["low"], one["high"]) == (pytest.approx(1.8 * 11 / 16), pytest.approx(2.2 * 11 / 16))
+    # The wider of two trees has 3 nodes in a quarter of the rounds; the decoder takes 2 ms.
+    assert two["speedup"] == pytest.approx(2 * 12 / (2 + 12 / 4 + 14 * 3 / 4 + 2))
+    assert found["rows"] == found["trees"] == []
+    assert found["better_draft"] is None
+    assert "as measured, 4 nodes on average" in screen
+    assert "pays at batch sizes up to 2 of those asked" in screen
+
+
+def test_what_drafts_without_a_network_costs_nothing_to_draft(here: Config) -> None:
+    write_rows(here, PLAIN, measured(**{**MERGED, "drafters": ["lookup"], "tree": "chain"}))
+    assert run(here)[0]["as_measured"][0]["speedup"] == pytest.approx(2 * 11 / 14)
 
 
 def test_acceptance_that_is_not_known_is_refused(here: Config) -> None:
     here.decode.temperature = 1.0
-    with pytest.raises(
-        TrafficError, match=r"no chain of the draft alone at temperature 1.*decode\.temperature=1"
-    ):
+    with pytest.raises(TrafficError, match=r"no speculative row at decode\.temperature=1.*eval\.tree"):
         run(here)
     (Path(here.runs) / RUN / "measure" / "measure.json").unlink()
-    with pytest.raises(TrafficError, match=r"There is no .*measure\.json"):
+    with pytest.raises(TrafficError, match=r"measure\.json does not exist"):
         run(here)

@@ -292,7 +292,7 @@ def test_pairs_survive_json() -> None:
 
 
 def test_every_field_is_defined_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "measuring.md").read_text()
     fields = {name.removesuffix("_ci") for name in rows(two_pairs(), CONDITIONS)[0]} - {"confidence"}
     fields |= {
         "by_reply",
