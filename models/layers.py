@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from configs.errors import ConfigError, TargetError
 from models.draft import DraftShape, draft_sizes
-from models.target import Target
+from models.target import Target, whole
 
 # (layer, q [B, H, T, hd], k [B, Hkv, T, hd], v [B, Hkv, T, hd]) -> [B, H, T, hd]; q and k come rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -231,7 +231,7 @@ def copy_layer(attention: Attention, mlp: MLP, layer: nn.Module) -> None:
         path = f"{'mlp' if part is mlp else 'self_attn'}.{name}"
         ours: Tensor = getattr(part, name).weight
         try:
-            theirs: Tensor = cast(Any, layer.get_submodule(path)).weight
+            theirs = whole(cast(Any, layer.get_submodule(path)).weight)
         except AttributeError:
             raise ConfigError(f"{where}: the target's layers have no {path}. Set it to null.") from None
         last = ours[:, ours.shape[1] - theirs.shape[1] :]

@@ -35,7 +35,7 @@ from models.checkpoint import CONFIG, NATIVE, WEIGHTS, read_weights
 from models.draft import INIT_STD, DraftNetwork, DraftShape, draft_sizes
 from models.files import sha256_file, write_json, write_tensors
 from models.layers import linear
-from models.target import Target, first_line
+from models.target import Target, first_line, whole
 
 # In a folder, since engines load every weight file beside config.json.
 HEAD = Path("leadout") / "head.safetensors"
@@ -529,5 +529,5 @@ def cut_weights(decoder: Any, target: Target, cut: list[int]) -> dict[str, Tenso
         list_name, _, rest = ours.partition(".")
         index, _, leaf = rest.partition(".")
         source = f"{name}.{cut[int(index)]}.{leaf}" if list_name == name else ours
-        renamed[ours] = theirs[source].detach()
+        renamed[ours] = whole(theirs[source].detach())
     return renamed

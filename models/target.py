@@ -14,15 +14,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -61,6 +63,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-7, to
 
 SAMPLES = 1024  # values per parameter that enter the fingerprint
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -94,33 +98,7 @@ class Target:
 
         Raises `TargetError` for a model that cannot be found, is incomplete, or cannot be used (see `check`).
         """
-        device = resolve_device(cfg.device)
-        refuse_absent(cfg)
-        where: dict[str, Any] = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
-        if cfg.gguf_file is not None:
-            where["gguf_file"] = cfg.gguf_file
-        options: dict[str, Any] = {
-            "dtype": getattr(torch, cfg.dtype.value),
-            "attn_implementation": cfg.attention,
-        }
-        if cfg.gguf_file is not None:
-            # The default may keep the weights packed; such a model can neither be tapped evenly nor saved.
-            options["quantization_config"] = GgufConfig(dequantize=True)
-        if device.type != "cpu":
-            options["device_map"] = {"": str(device)}
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(cfg.name, **where)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                cfg.name, output_loading_info=True, **options, **where
-            )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise TargetError(
-                f"The target {described(cfg)} cannot be loaded: {first_line(error)} Check target.name (a hub "
-                "name, or a folder with config.json, weights and tokenizer), target.revision and "
-                "target.gguf_file. The embedded target comes with python -m scripts.fetch_embedded."
-            ) from error
-        model, report = loaded
-        refuse_incomplete(report, described(cfg))
+        model, tokenizer = read_model(cfg, resolve_device(cfg.device))
         target = cls(model, tokenizer, cfg.name, cfg.revision)
         if cfg.pack:
             pack(target.model)
@@ -156,6 +134,10 @@ class Target:
         target = cls(model, tokenizer, name)
         target.check()
         return target
+
+    def together(self, run: Callable[[], T]) -> T:
+        """What `run` gives. One that processes hold in parts runs the inputs of all (train/sharded.py)."""
+        return run()
 
     @cached_property
     def window(self) -> int | None:
@@ -372,6 +354,42 @@ class Target:
             "special": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id],
         }
         return hashlib.sha256(json.dumps(covered).encode()).hexdigest()
+
+
+def read_model(cfg: TargetConfig, device: torch.device) -> tuple[Any, Any]:
+    """The model that `cfg` names on `device`, and its tokenizer, unchecked. Raises `TargetError`."""
+    refuse_absent(cfg)
+    where: dict[str, Any] = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+    if cfg.gguf_file is not None:
+        where["gguf_file"] = cfg.gguf_file
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, cfg.dtype.value),
+        "attn_implementation": cfg.attention,
+    }
+    if cfg.gguf_file is not None:
+        # The default may keep the weights packed; such a model can neither be tapped evenly nor saved.
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    if device.type != "cpu":
+        options["device_map"] = {"": str(device)}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(cfg.name, **where)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            cfg.name, output_loading_info=True, **options, **where
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise TargetError(
+            f"The target {described(cfg)} cannot be loaded: {first_line(error)} Check target.name (a hub "
+            "name, or a folder with config.json, weights and tokenizer), target.revision and "
+            "target.gguf_file. The embedded target comes with python -m scripts.fetch_embedded."
+        ) from error
+    model, report = loaded
+    refuse_incomplete(report, described(cfg))
+    return model, tokenizer
+
+
+def whole(weight: Tensor) -> Tensor:
+    """`weight`; one that processes hold in parts is put together, which they do at the same time."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def resolve_device(name: str) -> torch.device:

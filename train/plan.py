@@ -13,7 +13,8 @@ it out:
     fsdp2        cut; whole during forward and backward    cut; whole in backward    cut
     zero3        as fsdp2, and a cut copy                  as fsdp2                  cut
 
-The target is whole on every device in all of them. `plan.target_over` supposes that it is not.
+The target is whole on every device in all of them, or cut over `trainer.target_parallel` (train/sharded.py):
+its layers' matrices and K/V are, and what a layer holds while it runs is counted as if it were not.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ from train.loggers import duration
 from train.memory import Phase, Rehearsal
 from train.objectives import Objective
 from train.optimizers import optimizers
+from train.sharded import cut_bytes, head_counts, refuse_uneven
 
 SCHEMA = "leadout.plan/1"
 
@@ -145,15 +148,16 @@ class Step:
     target: Target  # its sketch
     taps: int  # target layers whose hidden states are read
     parameters: int  # trained
-    layer: int  # bytes of the target's largest part that is read at a time
+    divided: int  # bytes of the target that `trainer.target_parallel` divides
     batch: int  # bytes of a micro-batch's features
+    tokens: int  # of a micro-batch, padded
 
     def peaks(self, config: Config) -> dict[str, dict[str, float]]:
         """Bytes of a device by part, of each phase at its peak."""
         n, strategy = ranks(config), config.trainer.strategy
         found = {}
         for name, phase in self.phases.items():
-            held = cut(phase.held, name, strategy, n, config.plan.target_over, self.layer)
+            held = cut(phase.held, name, strategy, n, config.trainer.target_parallel, self.divided)
             if name in (FORWARD, LEARN, UPDATE):  # a step's micro-batches are all there from its beginning
                 held[FEATURES] = held.get(FEATURES, 0) + (own_share(config) - 1) * self.batch
             found[name] = {part: size for part, size in held.items() if size}
@@ -165,14 +169,14 @@ class Step:
 
 
 def cut(
-    held: dict[str, int], phase: str, strategy: Strategy, n: int, target_over: int, layer: int
+    held: dict[str, int], phase: str, strategy: Strategy, n: int, parts: int, divided: int
 ) -> dict[str, float]:
-    """What one of `n` devices holds of `held`, by the table above."""
+    """One of `n` devices' part of `held`, by the table above; `divided` bytes of the target in `parts`."""
     strategy = strategy if n > 1 else Strategy.none
     found: dict[str, float] = dict(held)
     weights, gradients = held.get(WEIGHTS, 0), held.get(GRADIENTS, 0)
-    if target_over > 1:  # two layers whole: the one that runs and the one that is fetched
-        found[TARGET] = held.get(TARGET, 0) / target_over + 2 * layer
+    found[TARGET] = held.get(TARGET, 0) - divided + divided / parts
+    found[CACHE] = held.get(CACHE, 0) / parts
     if strategy in SHARDING:
         found[STATES] = held.get(STATES, 0) / n
     if strategy is Strategy.zero2:
@@ -219,7 +223,6 @@ def rehearse(config: Config, method: Method, rows: Sequence[TokenRow]) -> Step:
     phases = {one.name: one for one in (capture, learn, update, measure)}
     for one in phases.values():
         one.held[PACKED] = packed(config, target)
-    layers = [sum(p.nbytes for p in layer.parameters()) for layer in target.layers]
     return Step(
         phases=phases,
         micro=[learn] if cached else [capture, learn],
@@ -228,8 +231,9 @@ def rehearse(config: Config, method: Method, rows: Sequence[TokenRow]) -> Step:
         target=target,
         taps=len(objective.taps),
         parameters=sum(p.numel() for p in trained),
-        layer=max(*layers, target.embedding.nbytes),
+        divided=cut_bytes(target),
         batch=size,
+        tokens=batch.tokens.numel(),
     )
 
 
@@ -284,7 +288,8 @@ def measurement(config: Config, target: Target, draft: Any, resting: dict[str, i
 
 def packed(config: Config, target: Target) -> int:
     """Bytes of the copies that models/packing.py makes of a target on a CPU."""
-    if not (on_cpu(config) and config.target.pack and target.dtype in LEAST_ROWS):
+    whole = config.trainer.target_parallel == 1
+    if not (whole and on_cpu(config) and config.target.pack and target.dtype in LEAST_ROWS):
         return 0
     return sum(m.weight.nbytes for m in target.model.modules() if type(m) is torch.nn.Linear)
 
@@ -357,13 +362,19 @@ def capacity(sheet: Device | None) -> float:
 
 def exchanged(config: Config, step: Step, sheet: Device) -> float:
     """Seconds of an optimiser step for what devices send each other, none of it hidden behind arithmetic."""
-    n, over = ranks(config), config.plan.target_over
+    n, parts = ranks(config), config.trainer.target_parallel
     weights = step.phases[LEARN].held.get(WEIGHTS, 0)
     # A reduction of gradients, and where weights are cut, their gathering for forward and backward.
     rounds = {Strategy.none: 0, Strategy.ddp: 2, Strategy.zero2: 2}.get(config.trainer.strategy, 3)
-    target = step.phases[LEARN].held[TARGET] * (over - 1) / over if over > 1 else 0.0
-    forwards = own_share(config) if config.trainer.features is Features.online else 0
-    return (rounds * weights * (n - 1) / n + forwards * target) / sheet.link
+    # A device runs its holders' micro-batches beside its own, and sums what layers give over all of them.
+    forwards = own_share(config) * parts if config.trainer.features is Features.online else 0
+    return rounds * weights * (n - 1) / n / sheet.link + forwards * summing(config, step, sheet)
+
+
+def summing(config: Config, step: Step, sheet: Device) -> float:
+    """Seconds that the parts of a target take to add up what their layers give of a micro-batch."""
+    load = load_of(step.target, step.target.dtype.itemsize)
+    return load.layers * load.exchange(sheet, BEST, step.tokens, config.trainer.target_parallel)
 
 
 @dataclass(frozen=True)
@@ -377,7 +388,7 @@ class Change:
 
 def variants(config: Config) -> dict[str, Config]:
     """What could be changed, as the overrides that do it. Training learns the same from the first four."""
-    trainer, method, plan, n = config.trainer, config.method, config.plan, config.plan.devices
+    trainer, method, n = config.trainer, config.method, config.plan.devices
     found: dict[str, Config] = {}
     if trainer.features is Features.online:
         found["trainer.features=cached"] = replace(config, trainer=replace(trainer, features=Features.cached))
@@ -392,15 +403,21 @@ def variants(config: Config) -> dict[str, Config]:
     if n > 1 and trainer.strategy not in SHARDING and trainer.ema is None and method.name != "medusa2":
         sharded = replace(config, trainer=replace(trainer, strategy=Strategy.fsdp2))
         found["trainer.strategy=fsdp2"] = sharded
-    if n > plan.target_over:
-        found[f"the target over {n} devices (plan.target_over={n})"] = replace(
-            config, plan=replace(plan, target_over=n)
-        )
+    if trainer.strategy is not Strategy.none and method.name != "medusa2":
+        parts = most_parts(config)
+        if parts > trainer.target_parallel:
+            divided = replace(trainer, target_parallel=parts)
+            found[f"trainer.target_parallel={parts}"] = replace(config, trainer=divided)
     length = config.data.max_length // 2
     if length > config.data.max_prompt_tokens:
         shorter = replace(config.data, max_length=length)
         found[f"data.max_length={length}"] = replace(config, data=shorter)
     return found
+
+
+def most_parts(config: Config) -> int:
+    """The most parts that the target's heads and the devices allow."""
+    return gcd(config.plan.devices, *head_counts(Target.sketch(config.target)))
 
 
 class Rehearsals:
@@ -448,6 +465,7 @@ def plan(config: Config, console: Console) -> dict[str, Any]:
     """Plans the run, writes plan.json, prints tables and the verdict; returns what was written."""
     output = Path(config.plan.output or Path(config.runs) / config.experiment)
     ensure_writable(output)
+    refuse_undivided(config)
     sheet, traffic, trainer = sheet_of(config), traffic_of(config), config.trainer
     room = capacity(sheet)
     rehearsals = Rehearsals(traffic)
@@ -462,6 +480,7 @@ def plan(config: Config, console: Console) -> dict[str, Any]:
         "target": config.target.name,
         "method": config.method.name,
         "strategy": trainer.strategy.value,
+        "target_parallel": trainer.target_parallel,
         "plan": asdict(config.plan),
         "traffic": {"source": traffic.source, "rows": len(traffic.rows), "tokens": traffic.tokens}
         | {"mean": list(traffic.mean), "longest": list(traffic.longest[0])},
@@ -488,6 +507,18 @@ def plan(config: Config, console: Console) -> dict[str, Any]:
     show(written, console)
     console.print(str(output / "plan.json"), markup=False, highlight=False, soft_wrap=True)
     return written
+
+
+def refuse_undivided(config: Config) -> None:
+    """Raises for devices, or a target, that `trainer.target_parallel` does not divide."""
+    parts, n = config.trainer.target_parallel, config.plan.devices
+    if n % parts:
+        raise ConfigError(
+            f"trainer.target_parallel={parts} devices hold one target, and plan.devices={n}: set a "
+            f"multiple of it, as in plan.devices={parts}."
+        )
+    if parts > 1:
+        refuse_uneven(Target.sketch(config.target), parts)
 
 
 def disk(traffic: Traffic, step: Step) -> int:
@@ -517,8 +548,10 @@ def times(config: Config, traffic: Traffic, sheet: Device) -> dict[str, Any]:
     exchange = exchanged(config, step, sheet)
     seconds = [step.seconds(sheet, reach, own_share(config)) + exchange for reach in (BEST, USUAL)]
     batches = traffic.tokens / sum(len(row.input_ids) for row in rows)
-    cached = trainer.features is Features.cached  # by one process, before the others begin
-    before = [batches * step.capture.seconds(sheet, reach) if cached else 0.0 for reach in (BEST, USUAL)]
+    cached = trainer.features is Features.cached  # by those that hold one target, before the others begin
+    parts, summed = trainer.target_parallel, summing(config, step, sheet)
+    captures = [step.capture.seconds(sheet, reach) / parts + summed for reach in (BEST, USUAL)]
+    before = [batches * capture if cached else 0.0 for capture in captures]
     whole = [one * count + capture for one, capture in zip(seconds, before, strict=True)]
     price = config.plan.cost_per_hour
     flops = own_share(config) * sum(phase.flops for phase in step.micro) + step.update.flops
@@ -546,8 +579,6 @@ def notes(config: Config) -> Iterator[str]:
             f"A step's trainer.accumulation={trainer.accumulation} micro-batches do not go round {n} "
             f"devices: set a multiple of {n}, or some wait."
         )
-    if config.plan.target_over > 1:
-        yield "No strategy of the trainer divides the target yet: plan.target_over only supposes it."
     if config.method.objective.get("on_policy"):
         yield "The time in which the draft writes text of its own (method.objective.on_policy) is left out."
 
@@ -558,9 +589,11 @@ def notes(config: Config) -> Iterator[str]:
 def show(written: dict[str, Any], console: Console) -> None:
     memory, asked, traffic = written["memory"], written["plan"], written["traffic"]
     where = f"{asked['devices']} × {asked['device'] or 'h100'}" if written["time"] else "this machine"
+    parts = written["target_parallel"]
+    divided = f", target over {parts}" if parts > 1 else ""
     table = Table(
         title=f"{written['experiment']}: {written['method']} for {written['target']}, GB on each device "
-        f"({where}, strategy {written['strategy']})",
+        f"({where}, strategy {written['strategy']}{divided})",
         title_justify="left",
     )
     table.add_column("at the peak of", no_wrap=True)
@@ -608,7 +641,7 @@ def say_time(written: dict[str, Any], console: Console) -> None:
 
 
 def verdict(written: dict[str, Any], console: Console) -> None:
-    memory, asked = written["memory"], written["plan"]
+    memory = written["memory"]
     room, peak = memory["usable_bytes"], memory["peak_bytes"]
     whole = gigabytes(memory["device_bytes"])
     said = f"{gigabytes(peak)} GB of {gigabytes(room)} usable ({USABLE:.0%} of {whole})"
@@ -619,10 +652,8 @@ def verdict(written: dict[str, Any], console: Console) -> None:
     target = memory["phases"][LEARN][TARGET]
     if target > room:
         console.print(
-            f"The target alone takes {gigabytes(target)} GB, and every device holds all of it, whatever "
-            "trainer.strategy: take devices with more memory, or a target in fewer bits."
-            if asked["target_over"] == 1
-            else f"The target's part on a device takes {gigabytes(target)} GB: divide it over more.",
+            f"The target alone takes {gigabytes(target)} GB on each device: divide it over several "
+            "(trainer=ddp trainer.target_parallel=N), or over more of them.",
             highlight=False,
         )
     for change in written["changes"]:

@@ -5,7 +5,9 @@ alone prints, logs, prepares data, measures and writes. The others wait for it i
 long as it takes: a long measurement is no failure, while training's collectives keep torch's time limits.
 Without a launcher there is one process, and nothing here does anything.
 
-How weights, gradients and optimiser states lie over the ranks is train/strategies.py.
+How weights, gradients and optimiser states lie over the ranks is train/strategies.py. A target that they
+hold in parts is train/sharded.py; `trainer.target_parallel` ranks in a row are then its `holders`, numbered
+among themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.errors import ConfigError, LeadoutError
 from configs.schema import Config, Strategy
@@ -43,10 +46,17 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None  # to wait in; None: there is no process group
+    holders: Ranks | None = None  # those that hold one target in parts with this one; None: it has it whole
+    mesh: DeviceMesh | None = None  # of such holders, for the target's own collectives
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, or holds a part of its target: where rank 0 runs that, these have to."""
+        return self.rank < (self.holders.size if self.holders else 1)
 
     def told(self, found: Callable[[], T]) -> T:
         """What rank 0 finds, on every rank; the others wait for it."""
@@ -122,7 +132,7 @@ class Ranks:
             yield
         except RuntimeError as error:
             raise LostRankError(
-                f"Rank {self.rank} waited for another process of this run, and that has ended: its own "
+                f"Rank {dist.get_rank()} waited for another process of this run, and that has ended: its own "
                 "message, or the launcher's summary, says why. Run the same command again: it goes on from "
                 "the last checkpoint."
             ) from error
@@ -142,6 +152,12 @@ def join(config: Config) -> Ranks:
                 "they share it, as in trainer=ddp, or start python -m train.distill without a launcher."
             )
         return Ranks()
+    parts = config.trainer.target_parallel
+    if size % parts:
+        raise ConfigError(
+            f"trainer.target_parallel={parts} processes hold one target, and this run was started as {size}: "
+            f"start {parts} or a multiple of it, as in torchrun --nproc_per_node {parts} -m train.distill."
+        )
     if not launched:
         if strategy in (Strategy.zero2, Strategy.zero3):
             raise ConfigError(
@@ -166,4 +182,14 @@ def join(config: Config) -> Ranks:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     group = dist.new_group(backend="gloo", timeout=PATIENCE)
     assert isinstance(group, dist.ProcessGroup)
-    return Ranks(dist.get_rank(), size, group)
+    return Ranks(dist.get_rank(), size, group, holders_among(size, parts, device.type) if parts > 1 else None)
+
+
+def holders_among(size: int, parts: int, device: str) -> Ranks:
+    """Those of `size` ranks that hold a target with this one: `parts` of them in a row, on one node if they
+    can be."""
+    mesh = init_device_mesh(device, (size // parts, parts), mesh_dim_names=("copies", "parts"))["parts"]
+    every = [list(range(first, first + parts)) for first in range(0, size, parts)]
+    group, _ = dist.new_subgroups_by_enumeration(every, timeout=PATIENCE, backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return Ranks(mesh.get_local_rank(), parts, group, mesh=mesh)

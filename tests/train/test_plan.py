@@ -30,6 +30,7 @@ from train.features import Online
 from train.memory import Phase, Rehearsal
 from train.optimizers import optimizers
 from train.plan import (
+    CACHE,
     CAPTURE,
     FEATURES,
     FORWARD,
@@ -288,12 +289,13 @@ def test_an_acceptance_head_is_not(folder: Path) -> None:
 )
 def test_what_is_cut_over_four_devices(strategy: Strategy, weights: int, gradients: int, states: int) -> None:
     held = {TARGET: 400, WEIGHTS: 80, GRADIENTS: 80, STATES: 160}
-    found = cut(held, LEARN, strategy, 4, 1, layer=10)
-    assert found == {TARGET: 400, WEIGHTS: weights, GRADIENTS: gradients, STATES: states}
+    found = cut(held, LEARN, strategy, 4, 1, divided=300)
+    assert found == {TARGET: 400, WEIGHTS: weights, GRADIENTS: gradients, STATES: states, CACHE: 0}
 
 
-def test_a_target_over_four_devices_is_a_quarter_and_two_layers() -> None:
-    assert cut({TARGET: 400}, LEARN, Strategy.none, 1, 4, layer=10) == {TARGET: 120}
+def test_of_a_target_over_four_devices_a_quarter_and_what_stays_whole() -> None:
+    found = cut({TARGET: 400, CACHE: 80}, LEARN, Strategy.ddp, 4, 4, divided=300)
+    assert (found[TARGET], found[CACHE]) == (100 + 75, 20)
 
 
 # ---- rows and the command ----
@@ -340,7 +342,7 @@ def test_a_target_larger_than_a_device_is_said_to_be(tmp_path: Path) -> None:
         [
             "+experiment=llama70b_medusa",
             f"target.name={tmp_path}",
-            "plan.devices=8",
+            "trainer.target_parallel=1",
             "trainer.batch_tokens=512",
             "data.max_length=512",
             "data.max_prompt_tokens=256",
@@ -352,8 +354,10 @@ def test_a_target_larger_than_a_device_is_said_to_be(tmp_path: Path) -> None:
     step = rehearsals.step(config)
     assert step.phases[LEARN].held[TARGET] == pytest.approx(141.1e9, rel=0.001)  # 70.55 billion in two bytes
     assert rehearsals.peak(config)[1] > 141e9
-    config.plan.target_over = 8
-    assert step.peaks(config)[LEARN][TARGET] == pytest.approx(141.1e9 / 8 + 2 * 2.1e9, rel=0.01)
+    config.trainer.target_parallel = 8
+    # Embedding and head, 128,256 rows of 8192 numbers in two bytes each, stay whole.
+    whole = 2 * 2.1e9
+    assert step.peaks(config)[LEARN][TARGET] == pytest.approx((141.1e9 - whole) / 8 + whole, rel=0.001)
 
 
 def test_what_would_make_it_fit_comes_in_order_of_gain(
