@@ -67,9 +67,10 @@ from models.target import Target
 from scripts.demo import trained
 from train.batches import Batch, Plan, rounded
 from train.distill import Method, feature_source, find_method
-from train.features import Features, key, rows_digest
+from train.features import Features, rows_digest
 from train.objectives import Objective
 from train.runs import contract, differences, read_contract
+from train.store import contents, key
 from train.unrolled import unroll
 
 DRIVER = Path(__file__).with_name("speculators_driver.py")
@@ -495,7 +496,7 @@ def compare(options: argparse.Namespace) -> None:
             f"Our run had {threads} threads, the peer gets {torch.get_num_threads()}: the speeds are not "
             f"comparable. Set threads={threads}, or train again."
         )
-    work = options.work.resolve() / key(made.target, made.rows, made.objective.taps)
+    work = options.work.resolve() / key(contents(made.target, made.rows, made.objective.taps))
     data = work / f"data-{len(made.objective.draft.draft_ids)}"
     if not data.exists():
         write_folder(data, partial(save_data, made, console))

@@ -43,6 +43,8 @@ class Window:
     counts: dict[str, list[int]] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
+    waited: float = 0.0  # of these, for batches
+    flops: float = 0.0  # of this rank
 
 
 @dataclass

@@ -24,11 +24,13 @@ from models import save_draft
 from models.files import ensure_writable
 from models.provenance import provenance
 from models.target import Target, save_target
-from train.features import Cached, Online, cached, rows_digest
+from train.features import Online, rows_digest
 from train.loop import Training
 from train.objectives import Objective
 from train.ranks import Ranks, join
 from train.runs import Run, contract, follow, open_run
+from train.sharded import ShardedTarget, placement
+from train.store import Cached, cached
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,17 @@ def distil_among(ranks: Ranks, config: Config, console: Console) -> Path:
                 "There are no held-out prompts to judge the draft by. Raise data.heldout_fraction, or name "
                 "data.heldout_sources, and run python -m data.prepare again."
             )
-    target = Target.load(config.target)
+    target = load_target(config, ranks)
+    console.print(placement(target))
     with ranks.in_turn():
         rows = load_token_rows(config, target, console)
     objective = method.build(target, rows, config.seed)
     with shared_run(ranks, config, method, objective, rows, target) as run:
         say(console, run, objective, rows)
+        if ranks.holders is not None and ranks.leads:  # what is captured for the cache takes all of them
+            target.together(
+                lambda: feature_source(config, target, rows, objective, console) if ranks.first else None
+            )
         with ranks.in_turn():
             source = feature_source(config, target, rows, objective, console)
         training = Training(config, objective, target, source, rows, heldout, run, console, ranks)
@@ -105,6 +112,12 @@ def distil_among(ranks: Ranks, config: Config, console: Console) -> Path:
             finish(training, method)
         ranks.meet()
         return run.folder
+
+
+def load_target(config: Config, ranks: Ranks) -> Target:
+    if ranks.holders is None:
+        return Target.load(config.target)
+    return ShardedTarget.load_among(ranks.holders, config.target)
 
 
 def shared_run(

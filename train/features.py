@@ -1,10 +1,9 @@
 """The target's features of the training rows: taps at every row, and the taught rows' last hidden states.
 
-`cached`: computed once, written under `data.folder`/features/<key>/ and memory-mapped over the epochs. The
-key covers the rows, the target's weights, the taps and the dtype, so a cache can be stale only by being
-another folder. `online`: the target runs beside the draft, and nothing is stored.
+`online`: the target runs beside the draft, and nothing is stored. `cached`: computed once and kept on a disk
+(train/store.py).
 
-The target's logits are never stored: the last hidden state and the log-sum-exp of its full-vocabulary logits
+The target's logits are never kept: the last hidden state and the log-sum-exp of its full-vocabulary logits
 give any part of its law back (train/objectives). What is taught is decided by the loss mask alone: target row
 r is kept iff m_{r+1} = 1. Rows with features that are not finite are left out and counted; too many of them
 stop the run.
@@ -14,29 +13,20 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import Progress
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from configs.errors import StorageError, TargetError
+from configs.errors import TargetError
 from data.tokens import TokenRow
-from models.files import ensure_writable, write_json, write_tensors
 from models.target import Target
-from train.batches import Batch, RowFeatures, collate, pack, rounded
+from train.batches import Batch, RowFeatures, collate, rounded
 
-VERSION = 1  # of the files; raise it when the same inputs give other contents
-SHARD_BYTES = 256 << 20  # written at a time, so lost at most when a run is killed
 LOGIT_ELEMENTS = 1 << 24  # logits that exist at a time while log-sum-exps are taken
 MAX_BAD = 0.01  # share of rows that may have features that are not finite
 
@@ -50,6 +40,10 @@ class Features(Protocol):
 
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The rows `numbers` with their features."""
+        ...
+
+    def ahead(self, batches: Sequence[Sequence[int]]) -> None:
+        """Says that these will be asked for next, in this order, so that they may be read by then."""
         ...
 
 
@@ -73,109 +67,8 @@ class Online:
         refuse_many(len(self._bad), len(self._rows), self._target)
         return collate(rows, features)
 
-
-class Cached:
-    """Features read from the shards that `write` made."""
-
-    def __init__(self, folder: Path, rows: Sequence[TokenRow], shards: Sequence[range]) -> None:
-        self._rows = rows
-        self._shards = [Shard(shard_file(folder, i), numbers, rows) for i, numbers in enumerate(shards)]
-        self._place = {n: shard for shard in self._shards for n in shard.numbers}
-
-    def usable(self) -> list[int]:
-        return [n for shard in self._shards for n in shard.usable()]
-
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        return collate([self._rows[n] for n in numbers], [self._place[n].row(n) for n in numbers])
-
-
-class Shard:
-    """One memory-mapped file of consecutive rows' features. Opening it proves that they are those rows'."""
-
-    def __init__(self, path: Path, numbers: range, rows: Sequence[TokenRow]) -> None:
-        self.numbers = numbers
-        self._file = safe_open(path, framework="pt")
-        expected = [token for n in numbers for token in rows[n].input_ids]
-        if self._file.get_tensor("tokens").tolist() != expected:
-            raise StorageError(
-                f"{path} holds features of other tokens than the rows it is meant for: it was damaged or "
-                f"moved. Remove {path.parent} and run again."
-            )
-        self.finite: list[bool] = self._file.get_tensor("finite").tolist()
-        taught = [taught_rows(rows[n]) for n in numbers]
-        self._taught = dict(zip(numbers, taught, strict=True))
-        self._tokens = spans([len(rows[n].input_ids) for n in numbers])
-        self._packed = spans([len(t) for t in taught])
-
-    def usable(self) -> list[int]:
-        return [n for n, good in zip(self.numbers, self.finite, strict=True) if good]
-
-    def row(self, number: int) -> RowFeatures:
-        at, packed = (s[number - self.numbers.start] for s in (self._tokens, self._packed))
-        return RowFeatures(
-            taps=self._file.get_slice("taps")[at],
-            rows=self._taught[number],
-            hidden=self._file.get_slice("hidden")[packed],
-            lse=self._file.get_slice("lse")[packed],
-            argmax=self._file.get_slice("argmax")[packed].long(),
-        )
-
-
-def cached(
-    folder: Path,
-    target: Target,
-    rows: Sequence[TokenRow],
-    taps: tuple[int, ...],
-    tokens: int,
-    console: Console,
-) -> Cached:
-    """The rows' features below `folder`, computing what is missing, `tokens` padded tokens at a time.
-
-    Says first how much disk that takes; raises `StorageError` if there is less, `TargetError` for too many
-    rows with features that are not finite. A run killed on the way loses the shard it was at.
-    """
-    folder = folder / key(target, rows, taps)
-    size = [row_bytes(target, row, len(taps)) for row in rows]
-    shards = split(size, SHARD_BYTES)
-    missing = [i for i, numbers in enumerate(shards) if not whole(shard_file(folder, i), numbers, rows)]
-    if missing:
-        announce(folder, sum(size[n] for i in missing for n in shards[i]), sum(size), console)
-        write(folder, target, rows, taps, tokens, shards, missing, console)
-    made = Cached(folder, rows, shards)
-    bad = len(rows) - len(made.usable())
-    refuse_many(bad, len(rows), target)
-    if bad:
-        console.print(f"{bad} of {len(rows)} rows left out: their features are not finite", style="yellow")
-    return made
-
-
-def write(
-    folder: Path,
-    target: Target,
-    rows: Sequence[TokenRow],
-    taps: tuple[int, ...],
-    tokens: int,
-    shards: Sequence[range],
-    missing: Sequence[int],
-    console: Console,
-) -> None:
-    """Computes and writes the `missing` of `shards`, each atomically."""
-    bad, total = 0, sum(len(rows[n].input_ids) for i in missing for n in shards[i])
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("features", total=total)
-        for i in missing:
-            chosen = [rows[n] for n in shards[i]]
-            features: dict[int, RowFeatures] = {}
-            sizes = [rounded(len(row.input_ids)) for row in chosen]
-            for batch in pack(sizes, sorted(range(len(chosen)), key=sizes.__getitem__), tokens):
-                computed = compute(target, [chosen[b] for b in batch], taps)
-                features.update(zip(batch, computed, strict=True))
-                progress.advance(task, sum(len(chosen[b].input_ids) for b in batch))
-            ordered = [features[b] for b in range(len(chosen))]
-            bad += sum(not finite(f) for f in ordered)
-            refuse_many(bad, len(rows), target)
-            write_tensors(shard_file(folder, i), packed(chosen, ordered))
-    write_json(folder / "meta.json", {"rows": len(rows), "target": target.name, "taps": list(taps)})
+    def ahead(self, batches: Sequence[Sequence[int]]) -> None:
+        """Nothing: the target computes where the draft learns, and one would wait for the other."""
 
 
 @torch.no_grad()
@@ -233,45 +126,16 @@ def refuse_many(bad: int, total: int, target: Target) -> None:
         )
 
 
-def packed(rows: Sequence[TokenRow], features: Sequence[RowFeatures]) -> dict[str, Tensor]:
-    """A shard's tensors: each row's after the one before it."""
-    return {
-        "tokens": torch.tensor([token for row in rows for token in row.input_ids], dtype=torch.int32),
-        "taps": torch.cat([f.taps for f in features]),
-        "hidden": torch.cat([f.hidden for f in features]),
-        "lse": torch.cat([f.lse for f in features]),
-        "argmax": torch.cat([f.argmax for f in features]).int(),
-        "finite": torch.tensor([finite(f) for f in features]),
-    }
-
-
 def spans(lengths: Sequence[int]) -> list[slice]:
     """Where things of these lengths lie when packed one after the other."""
     ends = np.cumsum([0, *lengths]).tolist()
     return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
-def split(sizes: Sequence[int], limit: int) -> list[range]:
-    """Consecutive rows in ranges of at most `limit` bytes (one row at least)."""
-    starts, total = [0], 0
-    for n, size in enumerate(sizes):
-        if total + size > limit and n > starts[-1]:
-            starts.append(n)
-            total = 0
-        total += size
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(sizes)], strict=True)]
-
-
 def row_bytes(target: Target, row: TokenRow, taps: int) -> int:
-    """What a row takes on disk."""
+    """What a row takes on disk, but for a few bytes. Shards end where it says (train/store.py)."""
     width = target.dtype.itemsize * target.hidden_size
     return len(row.input_ids) * (taps * width + 4) + sum(row.loss_mask[1:]) * (width + 8)
-
-
-def key(target: Target, rows: Sequence[TokenRow], taps: tuple[int, ...]) -> str:
-    """16 hexadecimal digits over everything that the stored features depend on."""
-    parts = [VERSION, rows_digest(rows), target.fingerprint(), list(taps), str(target.dtype)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def rows_digest(rows: Sequence[TokenRow]) -> str:
@@ -281,32 +145,3 @@ def rows_digest(rows: Sequence[TokenRow]) -> str:
         values = [len(row.input_ids), *row.input_ids, *row.loss_mask]
         digest.update(np.asarray(values, dtype=np.int64).tobytes())
     return digest.hexdigest()
-
-
-def shard_file(folder: Path, number: int) -> Path:
-    return folder / f"shard_{number:05d}.safetensors"
-
-
-def whole(path: Path, numbers: range, rows: Sequence[TokenRow]) -> bool:
-    """Whether the shard is there and not truncated. Raises `StorageError` if its tokens are others."""
-    try:
-        Shard(path, numbers, rows)
-    except (FileNotFoundError, SafetensorError):
-        return False
-    return True
-
-
-def announce(folder: Path, needed: int, total: int, console: Console) -> None:
-    """Says what disk the features take, and refuses to begin if it is not there."""
-    ensure_writable(folder)
-    free = shutil.disk_usage(folder).free
-    console.print(
-        f"features: {needed / 1e9:.2f} GB to write to {folder} "
-        f"({total / 1e9:.2f} GB in all, {free / 1e9:.0f} GB free)"
-    )
-    if needed > free:
-        raise StorageError(
-            f"The features need {needed / 1e9:.2f} GB in {folder}, and {free / 1e9:.2f} GB are free there. "
-            "Make room, put data.folder on another disk, train on fewer rows (data.max_train_rows), or set "
-            "trainer.features=online."
-        )

@@ -1,4 +1,4 @@
-"""Where a run's figures go: the console, train.jsonl, and wandb if asked for.
+"""Where a run's figures go: the console, train.jsonl, and where asked for wandb and a profiler's trace.
 
 A line is one JSON object with a `step`: either a logged training step (`loss`, `accuracy`, ...) or, under
 `heldout`, a measurement with the real decoder.
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from omegaconf import OmegaConf
 from rich.console import Console as RichConsole
 from rich.progress import (
     BarColumn,
@@ -22,7 +24,8 @@ from rich.progress import (
 
 from configs.errors import ConfigError
 from configs.schema import Config, WandbMode
-from models.files import append_line, open_append
+from models.files import append_line, open_append, write_atomic, write_text
+from models.provenance import provenance
 from train.runs import Run
 
 Line = Mapping[str, Any]
@@ -93,7 +96,11 @@ class Jsonl:
 
 
 class Wandb:
-    """Lists become one figure for each draft step, as in `accuracy/0`. A resumed run keeps its id."""
+    """Lists become one figure for each draft step, as in `accuracy/0`.
+
+    A resumed run keeps its id: online wandb goes on with it, and offline each process writes a folder of its
+    own, which `wandb sync` puts together.
+    """
 
     def __init__(self, config: Config, run: Run) -> None:
         try:
@@ -108,6 +115,7 @@ class Wandb:
             group=config.experiment,
             name=f"{config.experiment}/{run.folder.name}",
             id=f"{config.experiment}-{run.folder.name}",
+            config={**settings(config), "provenance": provenance()},
             mode=config.logger.wandb.value,
             dir=str(run.folder),
             resume="allow" if config.logger.wandb is WandbMode.online else None,
@@ -125,12 +133,56 @@ class Wandb:
         self._run.finish()
 
 
+class Profile:
+    """torch's profiler over the steps `first` to `last`, in profile/ of the run's folder: a trace for
+    https://ui.perfetto.dev, and a table of the operators that took longest."""
+
+    def __init__(self, first: int, last: int, folder: Path, step: int, console: RichConsole) -> None:
+        self._first, self._last, self._folder, self._console = first, last, folder, console
+        self._profiler: torch.profiler.profile | None = None
+        self.step(step)
+
+    def step(self, step: int) -> None:
+        self._done = step
+        if self._profiler is not None and step == self._last:
+            self.close()
+        elif self._profiler is None and self._first <= step + 1 <= self._last:
+            self._first = step + 1
+            self._profiler = torch.profiler.profile(profile_memory=True)
+            self._profiler.start()
+
+    def line(self, line: Line) -> None:
+        pass
+
+    def close(self) -> None:
+        """Ends the window, also where the run ends within it."""
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        trace = self._folder / f"steps_{self._first}_{self._done}.json"
+        write_atomic(trace, lambda path: profiler.export_chrome_trace(str(path)))
+        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+        write_text(trace.with_suffix(".txt"), table)
+        self._console.print(f"profile of steps {self._first} to {self._done}: {trace}")
+
+
 def open_loggers(config: Config, run: Run, steps: int, step: int, console: RichConsole) -> list[Logger]:
     """The loggers of a run of `steps` steps that stands at `step`."""
     loggers: list[Logger] = [Console(steps, step, console), Jsonl(run.log)]
     if config.logger.wandb is not WandbMode.disabled:
         loggers.append(Wandb(config, run))
+    if config.logger.profile:
+        first, last = config.logger.profile
+        loggers.append(Profile(first, last, run.folder / "profile", step, console))
     return loggers
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The composed configuration as plain values."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
 
 
 def flat(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

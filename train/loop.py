@@ -35,6 +35,7 @@ from train.ranks import Ranks
 from train.runs import Run
 from train.schedule import share
 from train.strategies import lay
+from train.throughput import Meter, Spent, peak_memory_mb
 
 ETA_AFTER = 3  # steps that this process has done when it says how long the rest will take
 
@@ -95,6 +96,7 @@ class Training:
             console.print(f"optimizers: {shares(self.laid.made)}")
         self.average = None if self.trainer.ema is None else Average(objective, self.trainer.ema)
         self.state = State()
+        self.meter = Meter(target.device)
         self.rates: dict[str, float] = {}  # of the last step, by name
         self.saved: int | None = None  # the step that the newest checkpoint is of
         self.asked = False  # to stop, by a signal to this process
@@ -133,14 +135,16 @@ class Training:
         began = time.perf_counter()
         self.module.train()
         self.objective.begin(self.state.step)
-        own = dealt(self.plan[self.state.step], self.ranks.rank, self.ranks.size)
-        batches = [(self.batch(numbers), counts) for numbers, counts in own]
-        found = [self.objective.positions(batch) * counts for batch, counts in batches]
-        positions = self.ranks.total(torch.stack(found).sum(0))
-        losses = [
-            self.laid.learn(batch, positions, counts, last=i == len(batches))
-            for i, (batch, counts) in enumerate(batches, start=1)
-        ]
+        with self.meter.counting():
+            batches = self.target.together(self.fetch)
+            waited = time.perf_counter() - began
+            found = [self.objective.positions(batch) * counts for batch, counts in batches]
+            positions = self.ranks.total(torch.stack(found).sum(0))
+            losses = [
+                self.laid.learn(batch, positions, counts, last=i == len(batches))
+                for i, (batch, counts) in enumerate(batches, start=1)
+            ]
+        flops = self.meter.flops(sum(batch.tokens.numel() for batch, _ in batches))
         tokens = sum(int(batch.mask.sum()) for batch, counts in batches if counts)
         losses, tokens = self.ranks.pooled(losses, tokens)
         value = sum(loss.value.item() for loss in losses)
@@ -152,13 +156,26 @@ class Training:
         self.state.step += 1
         if self.average is not None:
             self.average.update(self.state.step)
-        gather(self.state, losses, value, norm, tokens, time.perf_counter() - began)
+        spent = Spent(time.perf_counter() - began, waited, flops)
+        gather(self.state, losses, value, norm, tokens, spent)
         for logger in self.loggers:
             logger.step(self.state.step)
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
-        chosen = [self.rows[n] for n in numbers]
-        return self.objective.batch(self.features, chosen).to(self.target.device)
+    def fetch(self) -> list[tuple[Batch, bool]]:
+        """This rank's micro-batches of the step, and whether they count; the next step's begin to be read."""
+        step = self.state.step
+        batches = [
+            (self.objective.batch(self.features, numbers).to(self.target.device), counts)
+            for numbers, counts in self.own(step)
+        ]
+        if step + 1 < self.plan.steps:
+            self.features.ahead([numbers for numbers, _ in self.own(step + 1)])
+        return batches
+
+    def own(self, step: int) -> list[tuple[list[int], bool]]:
+        """The rows of this rank's micro-batches of `step`, and whether they count."""
+        dealt_out = dealt(self.plan[step], self.ranks.rank, self.ranks.size)
+        return [([self.rows[n] for n in numbers], counts) for numbers, counts in dealt_out]
 
     def refuse_divergence(self, value: float, norm: float) -> None:
         if math.isfinite(value) and math.isfinite(norm):
@@ -184,15 +201,15 @@ class Training:
         if stopping:
             raise KeyboardInterrupt
         if measuring:
+            if self.ranks.told(lambda: step not in self.run.heldout()) and self.ranks.leads:
+                self.measure()
             self.ended = self.ranks.told(self.judge)
         if saving and self.ranks.first:
             self.run.prune(self.trainer.keep_checkpoints)
 
     def judge(self) -> str | None:
-        """Measures what was saved, if that was not done yet; returns why training ends now."""
+        """Notes which checkpoint was measured best; returns why training ends now."""
         step = self.state.step
-        if step not in self.run.heldout():
-            self.measure()
         self.run.point_best()
         if step == self.plan.steps:
             return "last step"
@@ -208,11 +225,15 @@ class Training:
         line = {"step": self.state.step, "epoch": self.plan.epoch(self.state.step - 1)}
         line |= {**self.rates, "tokens": self.state.tokens}
         line |= summary(self.state.window)
+        line |= {"mfu": self.meter.mfu(line["tflops"]), "peak_memory_mb": peak_memory_mb(self.target.device)}
         self.state.window = Window()
         self.tell(line)
 
     def measure(self) -> None:
-        """Held-out acceptance with the real decoder, of the averaged weights where they are kept."""
+        """Held-out acceptance with the real decoder, of the averaged weights where they are kept.
+
+        All ranks that hold parts of rank 0's target decode the same in step; rank 0 notes it.
+        """
         began = time.perf_counter()
         with self.weights():
             found = acceptance.measure(
@@ -280,7 +301,7 @@ def stale(lengths: Sequence[float], patience: int) -> bool:
 
 
 def gather(
-    state: State, losses: Sequence[Loss], value: float, norm: float, tokens: int, seconds: float
+    state: State, losses: Sequence[Loss], value: float, norm: float, tokens: int, spent: Spent
 ) -> None:
     """Adds a step to the state's totals and to its window."""
     window = state.window
@@ -291,7 +312,8 @@ def gather(
             window.sums[name] = plus(window.sums.get(name), sums.tolist())
             window.counts[name] = plus(window.counts.get(name), counts.tolist())
     state.tokens, window.tokens = state.tokens + tokens, window.tokens + tokens
-    state.seconds, window.seconds = state.seconds + seconds, window.seconds + seconds
+    state.seconds, window.seconds = state.seconds + spent.seconds, window.seconds + spent.seconds
+    window.waited, window.flops = window.waited + spent.waited, window.flops + spent.flops
 
 
 def plus(total: list[Any] | None, more: list[Any]) -> list[Any]:
@@ -308,6 +330,8 @@ def summary(window: Window) -> dict[str, Any]:
     return figures | {
         "tokens_per_s": window.tokens / window.seconds,
         "seconds_per_step": window.seconds / steps,
+        "data_wait": window.waited / window.seconds,
+        "tflops": window.flops / window.seconds / 1e12,
     }
 
 

@@ -33,6 +33,7 @@ FREE = {
     "eval_new_tokens",
     "patience",
     "resume",
+    "target_parallel",
 }
 
 

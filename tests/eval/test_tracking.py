@@ -11,14 +11,15 @@ from configs.compose import compose
 from configs.errors import ConfigError
 from eval.tracking import figures, flat, log_measurement, training_run
 from tests.eval.samples import measurement
-from tests.train.test_loggers import wandb_history
+from tests.train.test_loggers import wandb_files, wandb_history
 
 OFFLINE = ["+experiment=smollm2_cpu", "logger.wandb=offline"]
 
 
 def test_offline_run_holds_figures_rows_pictures_and_page(tmp_path: Path) -> None:
     log_measurement(compose(OFFLINE), measurement(), tmp_path)
-    (logged,) = wandb_history(tmp_path)
+    (records,) = wandb_files(tmp_path)
+    (logged,) = wandb_history(records)
     assert logged["t0-b1/speedup"] == 1.25
     assert logged["t0-b1/speedup_ci/low"] == 1.0
     assert logged["rows/nrows"] == len(measurement()["rows"])

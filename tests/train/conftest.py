@@ -16,6 +16,9 @@ from data.tokens import TokenRow
 from models.target import Target
 from tests.conftest import tiny_target
 
+# What a logged line says of time and machine: no two runs agree on it.
+COSTS = ("seconds", "tokens_per_s", "seconds_per_step", "data_wait", "tflops", "mfu", "peak_memory_mb")
+
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate() -> Iterator[None]:

@@ -11,12 +11,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from tests.train.conftest import COSTS
 from tests.train.test_loop import FEW, interrupt_at, log, losses, train
 from train import acceptance
 from train.ema import Average
 
 EMA = "trainer.ema=0.9"
-TIMES = ("seconds", "tokens_per_s", "seconds_per_step")
 
 
 def scalar(value: float) -> nn.Module:
@@ -110,7 +110,7 @@ def timeless(run: Path) -> list[dict[str, Any]]:
     """What was logged, without what time took."""
     lines = log(run)
     for line in lines:
-        for name in TIMES:
+        for name in COSTS:
             line.pop(name, None)
             line.get("heldout", {}).pop(name, None)
     return lines

@@ -68,6 +68,8 @@ def test_a_run_leaves_what_the_contract_names(overrides: list[str]) -> None:
     first = lines[0]
     assert len(first["accuracy"]) == len(first["alpha"]) == len(first["loss_by_term"]) == 3
     assert first["tokens"] == 96  # four rows with replies of 24 tokens
+    assert 0 <= first["data_wait"] < 1 and first["tflops"] > 0 and first["mfu"] is None
+    assert first["peak_memory_mb"] > 0
     for told in (
         str(run),
         "draft vocabulary coverage: ",

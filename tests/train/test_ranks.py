@@ -22,13 +22,12 @@ from torch.multiprocessing.spawn import spawn
 
 from configs.compose import compose
 from configs.errors import ConfigError
-from tests.train.conftest import write_workspace
+from tests.train.conftest import COSTS, write_workspace
 from train.batches import dealt
 from train.distill import distil
 from train.loop import Training
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = ("seconds", "tokens_per_s", "seconds_per_step")
 # Micro-batches of two rows: 16 in an epoch, in steps of five. So an epoch's last step has one, and the second
 # process none of it; of the others the first process has three and the second two.
 STEPS = 16
@@ -116,7 +115,7 @@ def lines(runs: Path) -> list[dict[str, Any]]:
     """What the only run below was logged to do, without what time took."""
     logged = [json.loads(line) for line in (only_run(runs) / "train.jsonl").read_text().splitlines()]
     for line in logged:
-        for name in TIMES:
+        for name in COSTS:
             line.pop(name, None)
             line.get("heldout", {}).pop(name, None)
     return logged

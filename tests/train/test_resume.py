@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.train.conftest import COSTS
+
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = ("seconds", "tokens_per_s", "seconds_per_step")
 
 
 def start(overrides: list[str], *more: str) -> subprocess.Popen[str]:
@@ -37,7 +38,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     """What was logged, without what time took."""
     logged = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
     for line in logged:
-        for name in TIMES:
+        for name in COSTS:
             line.pop(name, None)
             line.get("heldout", {}).pop(name, None)
     return logged

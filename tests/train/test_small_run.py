@@ -17,11 +17,10 @@ from configs.compose import compose
 from eval.measure import measure
 from models import load_draft
 from models.target import Target
-from tests.train.conftest import write_workspace
+from tests.train.conftest import COSTS, write_workspace
 from train.distill import distil
 from train.loop import Training
 
-TIMES = ("seconds", "tokens_per_s", "seconds_per_step")
 SMALL = [
     "method.network.layers=1",
     "method.network.draft_vocab_size=60",
@@ -44,7 +43,7 @@ def distilled(overrides: list[str], *more: str) -> Path:
 def lines(run: Path) -> list[dict[str, Any]]:
     logged = [json.loads(line) for line in (run / "train.jsonl").read_text().splitlines()]
     for line in logged:
-        for name in TIMES:
+        for name in COSTS:
             line.pop(name, None)
             line.get("heldout", {}).pop(name, None)
     return logged
