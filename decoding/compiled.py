@@ -23,7 +23,8 @@ from configs.errors import ConfigError
 from decoding.cache import KVCache
 from models.target import Target, TargetOutput
 
-LEAST_ROWS = 256  # of the cache that a forward attends to
+LEAST_ROWS = 512  # of the cache that a forward attends to
+CAPACITY = 2048  # rows that a slot has at least: shapes depend on it, and short texts should share theirs
 MOST_SHAPES = 64  # compiled by Inductor; it would go on eagerly, without a word, after eight
 WARM_UPS = 2  # runs before a CUDA graph is captured, in which libraries allocate
 
@@ -80,7 +81,7 @@ class Compiled:
         self.target = target
         self.sizes = sorted(set(sizes))
         self.forwards: dict[Any, Callable[..., TargetOutput]] = {}  # by what their shapes depend on
-        self.steps: dict[tuple[int, ...], Callable[..., TargetOutput]] = {}  # by taps
+        self.steps: dict[tuple[int, ...], Step] = {}  # by taps
 
     def padded(self, nodes: int) -> int:
         """The size at which a forward over `nodes` is run."""
@@ -115,12 +116,9 @@ class Compiled:
     ) -> Callable[..., TargetOutput]:
         """The forward for these shapes."""
         if taps not in self.steps:
-            run = Step(self.target, taps).run
-            if self.target.device.type != "cuda":
-                run = torch.compile(run, dynamic=False, options={"freezing": True})
-            self.steps[taps] = run
+            self.steps[taps] = Step(self.target, taps)
         step = self.steps[taps]
-        return Graph(step, inputs, keys, values) if self.target.device.type == "cuda" else step
+        return Graph(step.run, inputs, keys, values) if self.target.device.type == "cuda" else step.compiled
 
 
 class Step:
@@ -131,6 +129,13 @@ class Step:
         self.caught: dict[int, Tensor] = {}
         for layer in set(taps) - {target.num_layers}:
             target.layers[layer].register_forward_pre_hook(self.catch(layer), with_kwargs=True)
+
+        self.inductor = torch.compile(self.run, dynamic=False, options={"freezing": True})
+
+    def compiled(self, *inputs: Any) -> TargetOutput:
+        """`run` by Inductor."""
+        self.caught.clear()  # of what eager forwards left there, which would count as a new case
+        return self.inductor(*inputs)
 
     def catch(self, layer: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

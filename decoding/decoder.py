@@ -23,7 +23,7 @@ from torch import Tensor
 from configs.errors import ConfigError, TrafficError
 from decoding.cache import KVCache
 from decoding.clock import now
-from decoding.compiled import Compiled
+from decoding.compiled import CAPACITY, Compiled
 from decoding.drafters import Drafter, Proposal
 from decoding.governor import END, OFF, Governor
 from decoding.grammar import GrammarError
@@ -201,7 +201,7 @@ class Batch:
         ahead = max(min(d.params.max_new_tokens, AHEAD) + d.params.draft_tokens for d in entering)
         reserve = longest + ahead
         if self.decoder.compiled is not None:  # capacities that come again, as its shapes must
-            reserve = self.decoder.compiled.extent(reserve)
+            reserve = max(CAPACITY, self.decoder.compiled.extent(reserve))
         self.cache.aim([decoding.slot for decoding in entering], longest, reserve=reserve)
         positions = torch.arange(longest, device=self.target.device).expand(len(entering), -1)
         # Padding stands behind the prompt, where causal attention lets no real token see it.
@@ -263,7 +263,7 @@ class Batch:
         compiled = self.decoder.compiled
         wanted = compiled.extent(max(starts) + width) if compiled is not None else 0
         extent = self.cache.aim([decoding.slot for decoding in self.live], width, extent=wanted)
-        if len(trees) == 1 and extent == starts[0] + len(trees[0]):
+        if len(trees) == 1 and width == len(trees[0]) and compiled is None:
             tree = trees[0]
             mask = torch.from_numpy(tree.ancestor_mask(starts[0])[None, None]) if width > 1 else None
             tokens, positions = [tree.tokens], [[starts[0] + depth for depth in tree.depth]]

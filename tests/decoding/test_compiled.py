@@ -44,9 +44,9 @@ def decoded(target: Target, draft: Eagle3, decode: DecodeConfig) -> tuple[list[l
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("tree", [Tree.chain, Tree.dynamic])
 def test_same_tokens(target: Target, draft: Eagle3, tree: Tree, temperature: float, batch_size: int) -> None:
-    # 300 tokens pass the 256 rows at which the extent doubles.
+    # 520 tokens pass the 512 rows at which the extent doubles.
     decode = DecodeConfig(
-        tree=tree, tree_nodes=5, temperature=temperature, batch_size=batch_size, max_new_tokens=300
+        tree=tree, tree_nodes=5, temperature=temperature, batch_size=batch_size, max_new_tokens=520
     )
     decode.drafters = [Drafting.draft, Drafting.lookup]
     eager, _ = decoded(target, draft, decode)
@@ -59,10 +59,19 @@ def test_same_tokens(target: Target, draft: Eagle3, tree: Tree, temperature: flo
 
 
 @pytest.mark.usefixtures("uncompiled")
+def test_plain_decoding_past_the_extent(target: Target) -> None:
+    params = Params.of(DecodeConfig(max_new_tokens=520), 0)
+    eager = Decoder(target, PlainDrafter()).generate([5, 6, 7], params)
+    assert Decoder(target, PlainDrafter(), compiled=Compiled(target, [1])).generate(
+        [5, 6, 7], params
+    ).tokens == (eager.tokens)
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_taps_are_those_of_the_forward(target: Target) -> None:
     compiled, taps = Compiled(target, [2]), (1, 4, 3)
     seen: list[Tensor] = []
-    for forward, extent in ((target.forward, 0), (compiled, 256)):
+    for forward, extent in ((target.forward, 0), (compiled, 512)):
         decoder = Decoder(target, PlainDrafter())
         slot = decoder.cache.allocate()
         decoder.cache.aim([slot], 3)
@@ -98,7 +107,7 @@ def test_inductor_says_the_same() -> None:
 def test_sizes(target: Target) -> None:
     compiled = Compiled(target, [9, 1])
     assert [compiled.padded(nodes) for nodes in (1, 2, 9, 10)] == [1, 9, 9, 10]
-    assert [compiled.extent(rows) for rows in (1, 256, 257, 512, 513)] == [256, 256, 512, 512, 1024]
+    assert [compiled.extent(rows) for rows in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
     with pytest.raises(ConfigError, match="at least 1 node"):
         Compiled(target, [])
 
