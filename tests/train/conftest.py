@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -109,3 +110,22 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 @pytest.fixture
 def overrides(tmp_path: Path) -> list[str]:
     return write_workspace(tmp_path)
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, module: ModuleType, token: int) -> None:
+    """`module.compute` gives rows with `token` in them a NaN."""
+    original = module.compute
+
+    def compute(target: Target, rows: list[TokenRow], taps: tuple[int, ...]) -> Any:
+        found = original(target, rows, taps)
+        for row, feature in zip(rows, found, strict=True):
+            if token in row.input_ids:
+                feature.taps[0, 0] = torch.nan
+        return found
+
+    monkeypatch.setattr(module, "compute", compute)
+
+
+def many_rows(bad: int) -> list[TokenRow]:
+    """200 rows, the first `bad` of them with token 63."""
+    return [TokenRow(str(i), "", [63 if i < bad else 5, 6, 7, 8], [0, 1, 1, 1]) for i in range(200)]

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from configs.errors import TargetError
 from data.tokens import TokenRow
-from models.target import Target
 from tests.conftest import tiny_target
+from tests.train.conftest import many_rows, poisoned
 from train import features
 from train.features import Online, compute
 
@@ -41,29 +39,11 @@ def test_a_batch_points_to_the_rows_that_teach() -> None:
     assert batch.teacher[0, :7].tolist() == [0, -1, -1, -1, 1, 2, -1]
 
 
-def poisoned(monkeypatch: pytest.MonkeyPatch, token: int) -> None:
-    """Rows with `token` in them get a NaN."""
-    original = features.compute
-
-    def compute(target: Target, rows: list[TokenRow], taps: tuple[int, ...]) -> Any:
-        found = original(target, rows, taps)
-        for row, feature in zip(rows, found, strict=True):
-            if token in row.input_ids:
-                feature.taps[0, 0] = torch.nan
-        return found
-
-    monkeypatch.setattr(features, "compute", compute)
-
-
-def many_rows(bad: int) -> list[TokenRow]:
-    return [TokenRow(str(i), "", [63 if i < bad else 5, 6, 7, 8], [0, 1, 1, 1]) for i in range(200)]
-
-
 def test_rows_that_are_not_finite_teach_nothing_and_too_many_stop_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = tiny_target()
-    poisoned(monkeypatch, token=63)
+    poisoned(monkeypatch, features, token=63)
 
     batch = Online(target, many_rows(bad=2), TAPS).batch([1, 2])
     assert batch.mask.sum(1).tolist() == [0, 3]

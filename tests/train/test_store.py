@@ -18,6 +18,7 @@ from configs.errors import StorageError, TargetError
 from data.tokens import TokenRow
 from models.target import Target
 from tests.conftest import tiny_target
+from tests.train.conftest import many_rows, poisoned
 from train import store
 from train.batches import Batch
 from train.features import Online, row_bytes
@@ -299,28 +300,10 @@ def test_disk_needed_is_what_is_written(tmp_path: Path) -> None:
     assert needed <= shard.stat().st_size < needed + 1000
 
 
-def poisoned(monkeypatch: pytest.MonkeyPatch, token: int) -> None:
-    """Rows with `token` in them get a NaN."""
-    original = store.compute
-
-    def compute(target: Target, rows: list[TokenRow], taps: tuple[int, ...]) -> Any:
-        found = original(target, rows, taps)
-        for row, feature in zip(rows, found, strict=True):
-            if token in row.input_ids:
-                feature.taps[0, 0] = torch.nan
-        return found
-
-    monkeypatch.setattr(store, "compute", compute)
-
-
-def many_rows(bad: int) -> list[TokenRow]:
-    return [TokenRow(str(i), "", [63 if i < bad else 5, 6, 7, 8], [0, 1, 1, 1]) for i in range(200)]
-
-
 def test_rows_that_are_not_finite_are_left_out_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poisoned(monkeypatch, token=63)
+    poisoned(monkeypatch, store, token=63)
     console = Said()
     made = cached(tmp_path, tiny_target(), many_rows(bad=2), TAPS, 640, console)
 
@@ -329,7 +312,7 @@ def test_rows_that_are_not_finite_are_left_out_and_counted(
 
 
 def test_more_than_one_in_a_hundred_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    poisoned(monkeypatch, token=63)
+    poisoned(monkeypatch, store, token=63)
     with pytest.raises(TargetError, match="3 of 200 rows"):
         cached(tmp_path, tiny_target(), many_rows(bad=3), TAPS, 640, Said())
     assert not list(tmp_path.glob("*/shard_*"))
