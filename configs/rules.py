@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from configs.errors import ConfigError
 from configs.schema import (
@@ -107,9 +108,9 @@ def _regenerate(config: Config) -> Iterator[str]:
             f"so replies would be cut: set data.max_length={longest}, or lower one of the others."
         )
     for url in urls:
-        if not url.startswith(("http://", "https://")):
+        if not is_address(url):
             yield (
-                f"regenerate.server={url!r} is not a URL: write it with its scheme, as in "
+                f"regenerate.server={url!r} is not a URL: write it with its scheme and a host, as in "
                 "http://localhost:8000/v1."
             )
     if urls and not regenerate.server_model:
@@ -360,3 +361,12 @@ def _within(interval: str, part: object, prefix: str, *names: str) -> Iterator[s
         below = value <= high if interval[-1] == "]" else value < high
         if not (above and below):
             yield f"{prefix}{name}={value}: must be in {interval}."
+
+
+def is_address(url: str) -> bool:
+    """Whether it has a scheme, a host, and a port that there is, if any."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False

@@ -158,6 +158,9 @@ class Questions:
                 "tokenizer is another"
             )
         if fed is not None and ids:
+            known = len(self.template.tokenizer)
+            if not all(isinstance(id, int) and 0 <= id < known for id in ids):
+                raise Unavailable("the server's token ids are none of the target's", blame=True)
             made = self.template.ended(ids) if ended else ids
             return Reply(made, "eos" if ended else "length")
         return Reply(self.tokenised(row, turn, ended), "eos" if ended else "length", True, counted)
@@ -193,6 +196,8 @@ def root_of(base: str) -> str:
 
 def key_header() -> dict[str, str]:
     key = os.environ.get("OPENAI_API_KEY")
+    if key and not key.isascii():
+        raise ConfigError("OPENAI_API_KEY has characters that no HTTP header can carry: set it anew.")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -219,7 +224,7 @@ def with_string(call: dict[str, Any]) -> dict[str, Any]:
 def retry_after(response: httpx.Response) -> float:
     """Seconds of a Retry-After header; 0 without one, or when it is a date."""
     value = response.headers.get("retry-after", "")
-    return float(value) if value.isdigit() else 0.0
+    return float(value) if value.isdecimal() else 0.0
 
 
 # --- many servers, many requests -----------------------------------------------

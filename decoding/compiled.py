@@ -84,8 +84,9 @@ class Compiled:
         self.steps: dict[tuple[int, ...], Step] = {}  # by taps
 
     def padded(self, nodes: int) -> int:
-        """The size at which a forward over `nodes` is run."""
-        return next((size for size in self.sizes if size >= nodes), nodes)
+        """The size at which a forward over `nodes` is run; beyond the largest, a multiple of it."""
+        largest = self.sizes[-1]
+        return next((size for size in self.sizes if size >= nodes), -(-nodes // largest) * largest)
 
     def extent(self, rows: int) -> int:
         """How many rows of the cache are attended to, where `rows` are needed."""

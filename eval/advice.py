@@ -94,7 +94,9 @@ def use(whole: Sequence[Row]) -> Iterator[str]:
     """The verdict at the smallest batch of each temperature."""
     for at in dict.fromkeys(row["temperature"] for row in whole):
         row = next(row for row in whole if row["temperature"] == at)
-        if row["speedup_ci"] is None:
+        if row["mean_acceptance_length"] is None:
+            yield f"Cannot tell at {named(row)}: no reply was longer than the token that the prefill gives."
+        elif row["speedup_ci"] is None:
             yield f"Cannot tell at {named(row)}: {row['clusters']} prompts or batches give no interval."
         elif row["speedup_ci"][0] > 1:
             yield (

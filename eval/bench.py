@@ -30,6 +30,7 @@ from data.template import Template
 from data.tokens import Prompt
 from decoding.build import build_decoder, compiled_forward, largest_tree, shape_of
 from decoding.clock import now
+from decoding.compiled import Compiled
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Generation, Params, Request, Round
@@ -162,6 +163,21 @@ class Bench:
             params = [self.params(prompt, temperatures(self.config)[0], 0) for prompt in asked]
             for side in SIDES:
                 self.decode(side, size, asked, params)
+            if self.compiled is not None:
+                self.meet_shapes(size, chosen, self.compiled)
+
+    def meet_shapes(self, size: int, chosen: Sequence[Dialogue], compiled: Compiled) -> None:
+        """Decodes both ways with every number of sequences in flight, behind a prompt of each length that
+        compiled forwards tell apart."""
+        most = self.config.decode.max_new_tokens + compiled.sizes[-1]
+        lengths: dict[tuple[int, int], Dialogue] = {}
+        for one in chosen:
+            start = len(one.prompt.ids)
+            lengths.setdefault((compiled.extent(start + 1), compiled.extent(start + most)), one)
+        for dialogue, count in product(lengths.values(), range(1, size + 1)):
+            own = self.params(dialogue.prompt, temperatures(self.config)[0], 0)
+            for side in SIDES:
+                self.decode(side, size, [dialogue.prompt] * count, [own] * count)
 
     def params(self, prompt: Prompt, temperature: float, repeat: int, turn: int = 0) -> Params:
         """The run's parameters; prompts, their turns and repeats draw different random numbers, both ways of

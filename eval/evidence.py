@@ -80,7 +80,8 @@ def evidence_of(config: Config) -> Evidence:
     file, tree = measured_file(config), seen_by_tree(config)
     rows = measured_rows(file, config.decode.temperature)
     known = Evidence(None, rows, tree)
-    if (chain := known.chain(1)) is not None:
+    chain = known.chain(1)
+    if chain is not None and any(one is not None for one in chain["conditional_acceptance"] or ()):
         return replace(known, acceptance=chain_acceptance(chain, str(file)))
     if known.vectors is not None:
         first = [ranks[0] for ranks in known.vectors]  # a chain is the tree of first choices
@@ -107,11 +108,17 @@ def measured_rows(file: Path, temperature: float) -> list[Row]:
     """The rows over all prompts at this temperature; none if there is no such file."""
     if not file.exists():
         return []
-    return [
-        row
-        for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
-        if row["category"] == row["context_bucket"] == "all" and row["temperature"] == temperature
-    ]
+    try:
+        return [
+            row
+            for row in json.loads(file.read_bytes())["rows"]
+            if row["category"] == row["context_bucket"] == "all" and row["temperature"] == temperature
+            if row["method"] == "plain" or row["mean_acceptance_length"] is not None  # None: no rounds
+        ]
+    except (ValueError, LookupError, TypeError) as error:
+        raise TrafficError(
+            f"{file} is damaged ({type(error).__name__}: {error}). Run python -m eval.measure again."
+        ) from error
 
 
 def seen_by_tree(config: Config) -> Conditions | None:

@@ -57,8 +57,9 @@ RECIPES = (
     "smollm2_peagle",
     "smollm2_dflash",
 )
-CHAIN = {"tree": Tree.chain}
-TREE = {"tree": Tree.dynamic, "tree_nodes": 8, "tree_width": 4, "draft_tokens": 4}
+ALONE = {"drafters": [Drafting.draft]}  # whatever a recipe merges it with
+CHAIN = {"tree": Tree.chain, **ALONE}
+TREE = {"tree": Tree.dynamic, **ALONE, "tree_nodes": 8, "tree_width": 4, "draft_tokens": 4}
 PLAIN = "plain"
 
 
@@ -115,7 +116,7 @@ def ways(target: Target, runs: dict[str, Path], overrides: Sequence[str], new_to
     lookup = [Drafting.lookup]
     yield way("lookup", base, first, {"drafters": lookup, "draft_tokens": 8})
     yield way("lookahead", base, first, {"drafters": [Drafting.lookahead], "draft_tokens": 4})
-    both = {"drafters": [Drafting.draft, Drafting.lookup], **TREE}
+    both = {**TREE, "drafters": [Drafting.draft, Drafting.lookup]}
     yield way("eagle3 tree + lookup", base, first, both)
 
 

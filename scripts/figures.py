@@ -71,6 +71,7 @@ class Figure:
     page: str
     command: str  # makes the result anew
     result: str  # where the command leaves it
+    sign: str  # an entry that only this kind of result has
     table: Callable[[Json], str]
     pictures: Callable[[Json], Sequence[Picture]] = lambda _: ()
     keep: Callable[[Json], Json] = lambda result: result
@@ -215,12 +216,21 @@ def predicted(result: Json) -> str:
 
 
 FIGURES = (
-    Figure("demo", "README.md", "make demo", "runs/smollm2_cpu/TIME/measure/measure.json", demo, keep=whole),
+    Figure(
+        "demo",
+        "README.md",
+        "make demo",
+        "runs/smollm2_cpu/TIME/measure/measure.json",
+        "draft",
+        demo,
+        keep=whole,
+    ),
     Figure(
         "bench_decoding",
         "README.md",
         "python -m scripts.bench_decoding --count 6 --max-new-tokens 32 --draft runs/smollm2_cpu/TIME/draft",
         "artifacts/bench_decoding.json",
+        "best_assisted",
         bench,
         keep=without_output,
     ),
@@ -229,15 +239,27 @@ FIGURES = (
         "docs/methods.md",
         "python -m scripts.compare_methods",
         "artifacts/compare_methods.json",
+        "training",
         methods,
         method_pictures,
         overall,
+    ),
+    Figure(
+        "compare_methods_parallel",
+        "docs/methods.md",
+        "python -m scripts.compare_methods --only smollm2_peagle smollm2_dflash smollm2_mlp_speculator "
+        "--temperatures 0 --prompts 20 --out artifacts/compare_methods_parallel.json",
+        "artifacts/compare_methods_parallel.json",
+        "training",
+        methods,
+        keep=overall,
     ),
     Figure(
         "serve_check",
         "docs/serving.md",
         "python -m scripts.serve_check --all --out docs/serve_check.json",
         "docs/serve_check.json",
+        "rows",
         lambda result: served(result["rows"]),
     ),
     Figure(
@@ -245,6 +267,7 @@ FIGURES = (
         "docs/measuring.md",
         "python -m eval.validate +experiment=smollm2_cpu",
         "runs/smollm2_cpu/TIME/measure/validate.json",
+        "acceptance_from",
         predicted,
         lambda result: [validation(result["rows"])],
         without_config,
@@ -257,7 +280,14 @@ FIGURES = (
 
 def read_json(path: Path) -> Json:
     with storage(path, "read"):
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged: {error}. Restore it, or make it anew.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no result: it is not a JSON object. Restore it, or make it anew.")
+    return found
 
 
 def placed(page: str, name: str, table: str) -> str:
@@ -271,14 +301,32 @@ def placed(page: str, name: str, table: str) -> str:
 
 def files_of(figure: Figure, root: Path) -> dict[Path, str]:
     """What its result makes of a figure's page and pictures."""
-    result, page = read_json(root / figure.data), root / figure.page
-    made = {page: placed(page.read_text(encoding="utf-8"), figure.name, figure.table(result))}
-    return made | {root / "docs" / f"{one.name}.svg": standalone(one) for one in figure.pictures(result)}
+    page, file = root / figure.page, root / figure.data
+    table, pictures = drawn(figure, read_json(file), file)
+    made = {page: placed(page.read_text(encoding="utf-8"), figure.name, table)}
+    return made | {root / "docs" / f"{one.name}.svg": standalone(one) for one in pictures}
+
+
+def drawn(figure: Figure, result: Json, file: Path) -> tuple[str, Sequence[Picture]]:
+    """The table and the pictures of a result; a `ConfigError` if `file` holds another one's."""
+    try:
+        if figure.sign not in result:
+            raise KeyError(figure.sign)
+        return figure.table(result), figure.pictures(result)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"{file} is no result that {figure.name} can be drawn from ({type(error).__name__}: {error}). "
+            f"Give what {figure.command} wrote."
+        ) from error
 
 
 def take(figure: Figure, file: Path, root: Path) -> None:
-    """Keeps a new result."""
-    write_json(root / figure.data, figure.keep(read_json(file)))
+    """Keeps a new result, once the figure was drawn from it."""
+    result = read_json(file)
+    drawn(figure, result, file)
+    kept = figure.keep(result)
+    drawn(figure, kept, file)
+    write_json(root / figure.data, kept)
 
 
 def stale(figure: Figure, root: Path) -> dict[Path, str]:

@@ -48,6 +48,7 @@ from train.features import compute, finite, refuse_many, row_bytes, rows_digest,
 VERSION = 1  # raise it when the same inputs give other numbers, or end shards elsewhere
 SHARD_BYTES = 256 << 20  # written at a time, so lost at most when a run is killed
 MANIFEST = "manifest.json"
+TENSORS = {"tokens", "taps", "hidden", "lse", "argmax", "finite"}  # that every shard has
 LAYERS = "indices of HF hidden_states: 0 is the embedding output, the last one is after the final norm"
 
 
@@ -87,6 +88,8 @@ class Shard:
         self.path, self.numbers = path, numbers
         self._file = safe_open(path, framework="pt")
         held = [rows[n] for n in numbers]
+        if missing := TENSORS - {*self._file.keys()}:
+            raise StorageError(f"{path} lacks {', '.join(sorted(missing))}: it is damaged. {remove(path)}")
         if (self._file.metadata() or {}).get("store", store) != store:
             raise StorageError(f"{path} belongs to another store and was moved here. {remove(path)}")
         if not torch.equal(self._file.get_tensor("tokens"), ids(held)):
@@ -97,8 +100,10 @@ class Shard:
         self.finite: list[bool] = self._file.get_tensor("finite").tolist()
         # Shards written by the first versions have no checksums.
         there = "checksum" in self._file.keys()  # noqa: SIM118 (a file, not a dict)
-        sums = self._file.get_tensor("checksum").tolist() if there else [None] * len(numbers)
-        self._unproved: dict[int, int | None] = dict(zip(numbers, sums, strict=True))
+        sums: list[int | None] = self._file.get_tensor("checksum").tolist() if there else [None] * len(held)
+        if not len(self.finite) == len(sums) == len(held):
+            raise StorageError(f"{path} is damaged: it is not of {len(held)} rows throughout. {remove(path)}")
+        self._unproved = dict(zip(numbers, sums, strict=True))
         self._tokens = spans([len(row.input_ids) for row in held])
         self._taught = spans([sum(row.loss_mask[1:]) for row in held])
 
@@ -193,6 +198,8 @@ def opened(store: Path, i: int, part: range, rows: Sequence[TokenRow], console: 
         return Shard(path, store.name, part, rows)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error}. {remove(path)}") from error
     except SafetensorError as error:
         console.print(f"{path} is cut off or damaged and is made again: {error}", style="yellow")
         return None
@@ -273,7 +280,7 @@ def differing(store: Path, what: Mapping[str, Any]) -> list[str] | None:
     try:
         found = json.loads((store / MANIFEST).read_text())
         return [name for name in what if found[name] != what[name]]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
@@ -287,7 +294,7 @@ def announce(store: Path, needed: int, total: int, what: Mapping[str, Any], cons
         f"({total / 1e9:.2f} GB in all, {free / 1e9:.0f} GB free)"
     )
     for other in sorted(store.parent.iterdir()):
-        if other == store or not (held := sum(file.stat().st_size for file in other.glob("shard_*"))):
+        if other == store or not (held := shard_bytes(other)):
             continue
         names = differing(other, what)
         why = "no manifest" if names is None else f"other {', '.join(names)}"
@@ -298,6 +305,10 @@ def announce(store: Path, needed: int, total: int, what: Mapping[str, Any], cons
             f"Make room (what is not in use in {store.parent} may go), put data.folder on another disk, "
             "train on fewer rows (data.max_train_rows), or set trainer.features=online."
         )
+
+
+def shard_bytes(store: Path) -> int:
+    return sum(file.stat().st_size for file in store.glob("shard_*") if file.is_file())
 
 
 def shard_file(store: Path, i: int) -> Path:

@@ -140,6 +140,13 @@ def test_token_ids_without_the_prompts_are_not_believed(fake: Fake) -> None:
     assert answer(fake, row("x")) == Reply(ids("se"), "eos", retokenised=True)
 
 
+@pytest.mark.parametrize("told", [[0, 10**6], ["x"], [[0]]])
+def test_token_ids_that_are_none_are_no_reply(fake: Fake, told: list[Any]) -> None:
+    fake.choice |= {"token_ids": told}
+    fake.extra = {"prompt_token_ids": ids("uxa")}
+    assert not isinstance(answer(fake, row("x")), Reply)
+
+
 def test_server_that_feeds_another_prompt_is_found_out(fake: Fake) -> None:
     fake.choice |= {"token_ids": ids("xue")}
     fake.extra = {"prompt_token_ids": ids("buxa")}

@@ -106,7 +106,7 @@ def test_inductor_says_the_same() -> None:
 
 def test_sizes(target: Target) -> None:
     compiled = Compiled(target, [9, 1])
-    assert [compiled.padded(nodes) for nodes in (1, 2, 9, 10)] == [1, 9, 9, 10]
+    assert [compiled.padded(nodes) for nodes in (1, 2, 9, 10)] == [1, 9, 9, 18]
     assert [compiled.extent(rows) for rows in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
     with pytest.raises(ConfigError, match="at least 1 node"):
         Compiled(target, [])

@@ -82,6 +82,8 @@ def test_use_it_or_not() -> None:
     assert "Do not use it at temperature 0, batch 1: 0.85x (0.80 to 0.90)" in said(use([row(**LOST)]))
     few = row(speedup_ci=None, clusters=1)
     assert said(use([few])) == "Cannot tell at temperature 0, batch 1: 1 prompts or batches give no interval."
+    short = row(speedup_ci=None, mean_acceptance_length=None, mean_acceptance_length_ci=None)
+    assert "no reply was longer than the token that the prefill gives" in said(use([short]))
     # One sentence for each temperature, at its smallest batch.
     several = [row(), row(batch_size=4, **LOST), row(temperature=1.0, **LOST)]
     assert said(use(several)).count("batch 1") == 2

@@ -420,3 +420,22 @@ def test_a_busy_machine_is_warned_about(config: Config, monkeypatch: pytest.Monk
     assert "The machine is busy" in screen
     assert "90%" in screen
     assert made["load"]["busy"] is True
+
+
+def test_compiled_forwards_meet_their_shapes_before_anything_is_timed(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decoding.compiled.torch.compile", lambda run, **_: run)
+    config.decode.compile, config.decode.batch_size = True, 3
+    config.decode.max_new_tokens = 30
+    target = tiny_target()
+    bench = Bench(config, target, tiny_draft(target))
+    chosen = [Dialogue(Prompt(id, category, ids), []) for id, category, ids in HELDOUT]
+    chosen.append(Dialogue(Prompt("long", "code", [5, 6, 7] * 170), []))  # passes 512 rows
+    bench.warm_up(chosen)
+    assert bench.compiled is not None
+    met = set(bench.compiled.forwards)
+    bench.pairs(Step(0, 0.0, 3, 0, tuple(chosen[:3])), "plain")
+    bench.pairs(Step(0, 0.0, 3, 1, tuple(chosen[2:])), "draft")
+    assert set(bench.compiled.forwards) == met
+    assert {shape[1][0] for shape in met} == {1, 2, 3}

@@ -309,3 +309,17 @@ def test_acceptance_that_is_not_known_is_refused(here: Config) -> None:
     (Path(here.runs) / RUN / "measure" / "measure.json").unlink()
     with pytest.raises(TrafficError, match=r"measure\.json does not exist"):
         run(here)
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b"{}", b'{"rows": [1]}', b'{"rows"', b"\xff"])
+def test_a_damaged_measurement_is_refused(here: Config, damage: bytes) -> None:
+    (Path(here.runs) / RUN / "measure" / "measure.json").write_bytes(damage)
+    with pytest.raises(TrafficError, match=r"measure\.json is damaged .*eval\.measure again"):
+        run(here)
+
+
+def test_a_measurement_without_rounds_tells_nothing(here: Config) -> None:
+    nothing = {"mean_acceptance_length": None, "mean_acceptance_length_ci": None}
+    write_rows(here, PLAIN, measured(**{**MERGED, **nothing}))
+    with pytest.raises(TrafficError, match="no speculative row"):
+        run(here)

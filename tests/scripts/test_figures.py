@@ -93,7 +93,9 @@ def test_ours_against_the_peers() -> None:
 
 
 def figure() -> Figure:
-    return Figure("mine", "page.md", "make mine", "mine.json", lambda result: f"| {result['value']} |")
+    return Figure(
+        "mine", "page.md", "make mine", "mine.json", "value", lambda result: f"| {result['value']} |"
+    )
 
 
 def test_a_page_is_rewritten_between_its_marks_alone(tmp_path: Path) -> None:
@@ -115,3 +117,14 @@ def test_a_page_is_rewritten_between_its_marks_alone(tmp_path: Path) -> None:
 def test_a_page_without_its_place_is_refused(page: str) -> None:
     with pytest.raises(ConfigError, match="no place for mine"):
         placed(page, "mine", "")
+
+
+@pytest.mark.parametrize("wrong", ["", "[]", "{}", '{"other": 1}', '{"value": '])
+def test_what_is_no_result_replaces_none(tmp_path: Path, wrong: str) -> None:
+    kept, new = tmp_path / "docs" / "mine.json", tmp_path / "new.json"
+    kept.parent.mkdir()
+    kept.write_text(json.dumps({"value": 7}))
+    new.write_text(wrong)
+    with pytest.raises(ConfigError):
+        take(figure(), new, tmp_path)
+    assert json.loads(kept.read_text()) == {"value": 7}

@@ -216,6 +216,21 @@ def test_a_shard_of_another_store_is_refused(tmp_path: Path) -> None:
         from_disk(tmp_path, target, taps=(1, 2))
 
 
+def test_a_shard_that_lacks_a_tensor_or_is_a_folder_is_refused(tmp_path: Path) -> None:
+    target = tiny_target()
+    from_disk(tmp_path, target)
+    shard = tmp_path / key(target, ROWS, TAPS) / "shard_00000.safetensors"
+    tensors = safetensors.torch.load_file(shard)
+    del tensors["hidden"]
+    safetensors.torch.save_file(tensors, shard)
+    with pytest.raises(StorageError, match=r"lacks hidden: it is damaged\. Remove"):
+        from_disk(tmp_path, target)
+    shard.unlink()
+    shard.mkdir()
+    with pytest.raises(StorageError, match=r"cannot be read: .*Remove"):
+        from_disk(tmp_path, target)
+
+
 def test_features_of_other_tokens_are_refused(tmp_path: Path) -> None:
     target = tiny_target()
     from_disk(tmp_path, target)
