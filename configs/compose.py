@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -31,6 +32,13 @@ def compose(overrides: Sequence[str]) -> Config:
             return resolve(hydra_compose("config", overrides=list(overrides)))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from None
+
+
+def as_plain(config: Config) -> dict[str, Any]:
+    """A configuration as JSON holds it."""
+    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    return {str(name): part for name, part in plain.items()}
 
 
 def resolve(cfg: DictConfig) -> Config:

@@ -130,7 +130,6 @@ class Step:
         self.caught: dict[int, Tensor] = {}
         for layer in set(taps) - {target.num_layers}:
             target.layers[layer].register_forward_pre_hook(self.catch(layer), with_kwargs=True)
-
         self.inductor = torch.compile(self.run, dynamic=False, options={"freezing": True})
 
     def compiled(self, *inputs: Any) -> TargetOutput:

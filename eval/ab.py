@@ -31,13 +31,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from configs.compose import as_plain
 from configs.entry import entry
 from configs.errors import ConfigError, TrafficError
 from configs.schema import Config
 from data.server import NEVER, question
 from data.tokens import Prompt, evenly, prompts, split_rows
 from decoding.acceptance import bootstrap
-from eval.bench import as_plain, seed_of
+from eval.bench import seed_of
 from eval.endpoint import (
     NO_CONNECTION,
     Answer,

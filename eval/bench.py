@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console
 from torch import nn
 
+from configs.compose import as_plain
 from configs.errors import ConfigError
 from configs.schema import Config, DecodeConfig, Tree
 from data.generate import loops
@@ -452,10 +452,3 @@ def content(prompt: Prompt) -> str:
 
 def dtype_name(target: Target) -> str:
     return str(target.dtype).removeprefix("torch.")
-
-
-def as_plain(config: Config) -> dict[str, Any]:
-    """A configuration as JSON holds it."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(name): part for name, part in plain.items()}

@@ -25,13 +25,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from configs.compose import as_plain
 from configs.entry import entry
 from configs.errors import TrafficError
 from configs.schema import Config, Verification
 from data.tokens import Prompt, evenly, prompts, split_file
 from decoding.law import Law
 from decoding.sequence import Generation, Request
-from eval.bench import Bench, as_plain, dtype_name, first_difference, run_key, seed_of
+from eval.bench import Bench, dtype_name, first_difference, run_key, seed_of
 from eval.measure import default_output
 from eval.terminal import bar, wide_console
 from eval.uniform import Result, Sample, examined, least_bias, place

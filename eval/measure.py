@@ -21,6 +21,7 @@ import jsonschema
 from rich.console import Console
 from torch import nn
 
+from configs.compose import as_plain
 from configs.entry import entry
 from configs.errors import TrafficError
 from configs.schema import Config
@@ -31,7 +32,6 @@ from eval.bench import (
     Bench,
     Measured,
     Partial,
-    as_plain,
     batch_sizes,
     check_decoding,
     content,

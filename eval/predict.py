@@ -31,6 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from configs.compose import as_plain
 from configs.entry import entry
 from configs.schema import Config, typed
 from decoding.build import network_drafter
@@ -38,7 +39,6 @@ from decoding.costs import Curve, measured_costs, measured_drafting
 from decoding.growth import ChainGrowth
 from decoding.sequoia import best_tree
 from eval.advice import by_batch
-from eval.bench import as_plain
 from eval.evidence import Acceptance, Evidence, draft_folder, evidence_of, expected_tokens, measured_file
 from eval.terminal import wide_console
 from models.checkpoint import draft_hash, load_draft

@@ -36,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, record_function
 
+from configs.compose import as_plain
 from configs.entry import entry
 from configs.errors import ConfigError, TrafficError
 from configs.schema import Config, DecodeConfig, Drafting, Tree
@@ -46,7 +47,6 @@ from decoding.decoder import Batch, Decoder
 from decoding.drafters.medusa import HeadsReader
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Params, Request
-from eval.bench import as_plain
 from eval.machine import Contention, share_of_others
 from eval.measure import default_output
 from eval.pictures import standalone

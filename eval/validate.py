@@ -35,6 +35,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 from rich.table import Table
 
+from configs.compose import as_plain
 from configs.entry import entry
 from configs.errors import TrafficError
 from configs.schema import Config, DecodeConfig, Drafting, Tree
@@ -48,7 +49,7 @@ from decoding.drafters.plain import PlainDrafter
 from decoding.growth import ChainGrowth, StaticGrowth
 from decoding.sequence import Params, Request, Round
 from decoding.sequoia import best_tree
-from eval.bench import as_plain, check_decoding, dtype_name, nodes_of, seed_of
+from eval.bench import check_decoding, dtype_name, nodes_of, seed_of
 from eval.evidence import expected_tokens
 from eval.machine import Contention, share_of_others
 from eval.measure import check_heldout, default_output

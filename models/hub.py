@@ -16,6 +16,7 @@ from huggingface_hub.errors import HFValidationError, RevisionResolutionError
 
 from configs.errors import CheckpointError, StorageError
 from models.files import storage
+from models.target import first_line
 
 NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 # Configuration and tokenizer; never code.
@@ -106,8 +107,3 @@ def push(folders: list[Path], name: str) -> str:
             "login and a token that may write there. The folder is kept; run the same command again."
         ) from error
     return done.commit_url
-
-
-def first_line(error: Exception) -> str:
-    line = str(error).strip().partition("\n")[0] or type(error).__name__
-    return line if line.endswith(".") else f"{line}."

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from omegaconf import OmegaConf
 from rich.console import Console as RichConsole
 from rich.progress import (
     BarColumn,
@@ -22,6 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from configs.compose import as_plain
 from configs.errors import ConfigError
 from configs.schema import Config, WandbMode
 from models.files import append_line, open_append, write_atomic, write_text
@@ -115,7 +115,7 @@ class Wandb:
             group=config.experiment,
             name=f"{config.experiment}/{run.folder.name}",
             id=f"{config.experiment}-{run.folder.name}",
-            config={**settings(config), "provenance": provenance()},
+            config={**as_plain(config), "provenance": provenance()},
             mode=config.logger.wandb.value,
             dir=str(run.folder),
             resume="allow" if config.logger.wandb is WandbMode.online else None,
@@ -176,13 +176,6 @@ def open_loggers(config: Config, run: Run, steps: int, step: int, console: RichC
         first, last = config.logger.profile
         loggers.append(Profile(first, last, run.folder / "profile", step, console))
     return loggers
-
-
-def settings(config: Config) -> dict[str, Any]:
-    """The composed configuration as plain values."""
-    plain = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
-    assert isinstance(plain, dict)
-    return {str(name): value for name, value in plain.items()}
 
 
 def flat(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
