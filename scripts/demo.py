@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from configs.compose import compose
 from configs.entry import leave, paragraphs
@@ -88,9 +89,19 @@ def trained(config: Config) -> Path | None:
     for run in sorted((Path(config.runs) / config.experiment).glob("*/"), reverse=True):
         done = run / "summary.json"
         fresh = done.exists() and replies.exists() and done.stat().st_mtime >= replies.stat().st_mtime
-        if fresh and deciding(OmegaConf.load(run / "config.yaml")) == wanted:
+        if fresh and of_run(run) == wanted:
             return run
     return None
+
+
+def of_run(run: Path) -> dict[str, Any] | None:
+    """The deciding parts of a run's configuration, keys that came later at their defaults; None if it has keys
+    that are gone."""
+    known = OmegaConf.masked_copy(OmegaConf.load(run / "config.yaml"), list(DECIDING))
+    try:
+        return deciding(OmegaConf.merge(OmegaConf.structured(Config), known))
+    except OmegaConfBaseException:
+        return None
 
 
 def deciding(config: Any) -> dict[str, Any]:

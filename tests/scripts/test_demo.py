@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from configs.compose import compose
 from configs.schema import Config
@@ -35,6 +35,22 @@ def test_a_finished_run_is_found(finished: tuple[Config, Path]) -> None:
     assert trained(config) == run
     config.eval.max_prompts = 3  # changes how the draft is measured, not the draft
     assert trained(config) == run
+
+
+def test_keys_that_came_later_do_not_make_a_run_another(finished: tuple[Config, Path]) -> None:
+    config, run = finished
+    known = OmegaConf.load(run / "config.yaml")
+    assert isinstance(known, DictConfig)
+    del known.trainer["target_parallel"], known.data.sources
+    known.plan = {"gone": 1}  # decides nothing
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(known))
+    assert trained(config) == run
+    config.trainer.target_parallel = 2
+    assert trained(config) is None
+    config.trainer.target_parallel = 1
+    known.trainer.gone = 1
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(known))
+    assert trained(config) is None
 
 
 def test_it_ends_with_where_everything_is(
