@@ -41,7 +41,7 @@ def test_keys_that_came_later_do_not_make_a_run_another(finished: tuple[Config, 
     config, run = finished
     known = OmegaConf.load(run / "config.yaml")
     assert isinstance(known, DictConfig)
-    del known.trainer["target_parallel"], known.data.sources
+    del known.trainer["target_parallel"]
     known.plan = {"gone": 1}  # decides nothing
     (run / "config.yaml").write_text(OmegaConf.to_yaml(known))
     assert trained(config) == run
