@@ -211,18 +211,20 @@ class Aim:
         first, count = slots[0], len(slots)
         self.span = slice(first, first + count) if slots == list(range(first, first + count)) else None
         self.even = len(set(starts)) == 1
-        self.where: tuple[Tensor, Tensor] | None = None
+        self.where: Tensor | None = None  # of each row and head in a layer's buffer, seen as one list of rows
 
     def write(self, buffer: Tensor, rows: Tensor) -> None:
         """Puts rows [n, H, new, D] into a layer's buffer [slots, H, capacity, D]."""
         if self.span is not None and self.even:
             buffer[self.span, :, self.starts[0] : self.starts[0] + self.new] = rows
             return
+        # index_copy_ over whole rows: assigning by two index tensors takes many times as long on a CPU.
         if self.where is None:
-            device = rows.device
-            self.where = torch.tensor(self.slots, device=device)[:, None], self.rows(device)
-        slots, at = self.where
-        buffer[slots, :, at] = rows.transpose(1, 2)
+            _, heads, capacity, _ = buffer.shape
+            slots = torch.tensor(self.slots, device=rows.device)
+            first = (slots[:, None] * heads + torch.arange(heads, device=rows.device)) * capacity
+            self.where = (first[:, :, None] + self.rows(rows.device)[:, None]).view(-1)
+        buffer.view(-1, buffer.shape[-1]).index_copy_(0, self.where, rows.reshape(-1, rows.shape[-1]))
 
     def rows(self, device: torch.device) -> Tensor:
         """long [n, new]: where in its slot each row goes."""

@@ -95,8 +95,8 @@ def trained(config: Config) -> Path | None:
 
 
 def of_run(run: Path) -> dict[str, Any] | None:
-    """The deciding parts of a run's configuration, keys that came later at their defaults; None if some of its
-    keys are gone."""
+    """The deciding parts of a run's configuration, with the defaults of keys that came later; None if it has
+    keys that are gone."""
     known = OmegaConf.masked_copy(OmegaConf.load(run / "config.yaml"), list(DECIDING))
     try:
         return deciding(OmegaConf.merge(OmegaConf.structured(Config), known))

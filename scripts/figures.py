@@ -171,7 +171,8 @@ def methods(result: Json) -> str:
         for temperature in temperatures:
             row = at[name, temperature]
             gain, _, spread = ranged(row["speedup"], row["speedup_ci"]).partition(" ")
-            cells += [f"{row['mean_acceptance_length']:.2f}", f"**{gain}** {spread}".rstrip()]
+            tau = ranged(row["mean_acceptance_length"], row["mean_acceptance_length_ci"], "")
+            cells += [tau, f"**{gain}** {spread}".rstrip()]
         made.append(cells)
     return lines(("way", *(f"{head}, T {t:g}" for t in temperatures for head in ("τ", "speedup"))), made)
 
@@ -207,9 +208,9 @@ def predicted(result: Json) -> str:
     said = (
         f"{summary(result)} {result['prompts']} held-out prompts of at most {result['max_new_tokens']} new "
         f"tokens, temperature {result['temperature']:g}, {result['dtype']}; acceptance from "
-        f"{told['prompts']} other prompts, {told['trained_on']} of them trained on; {machine['threads']} "
-        f"threads on {machine['cores']} cores of {machine['cpu']}, others used "
-        f"{result['load']['others_during']:.1%}; commit {commit}, {result['created'][:10]}."
+        f"{told['prompts']} other held-out prompts; {machine['threads']} threads on {machine['cores']} cores "
+        f"of {machine['cpu']}, others used {result['load']['others_during']:.1%}; commit {commit}, "
+        f"{result['created'][:10]}."
     )
     table = lines((*heads, "ms a round", "speedup", "off by"), made)
     return f"![predicted over measured speedup](validate.svg)\n\n{table}\n\n{said}"
@@ -243,16 +244,6 @@ FIGURES = (
         methods,
         method_pictures,
         overall,
-    ),
-    Figure(
-        "compare_methods_parallel",
-        "docs/methods.md",
-        "python -m scripts.compare_methods --only smollm2_peagle smollm2_dflash smollm2_mlp_speculator "
-        "--temperatures 0 --prompts 20 --out artifacts/compare_methods_parallel.json",
-        "artifacts/compare_methods_parallel.json",
-        "training",
-        methods,
-        keep=overall,
     ),
     Figure(
         "serve_check",

@@ -17,8 +17,12 @@ from rich.console import Console
 from configs.errors import ConfigError, TrafficError
 from configs.rules import check
 from configs.schema import AbConfig, Config, DataConfig, DecodeConfig, EvalConfig, MethodConfig, Source
+from data.tokens import prompts
 from eval import ab as stage
-from eval.ab import Pair, ab, compared, loads, plan, quantile, verdict
+from eval import ab_figures as figures
+from eval import replay
+from eval.ab import ab, compared, verdict
+from eval.ab_figures import Pair, quantile
 from eval.endpoint import (
     Answer,
     Drafting,
@@ -31,6 +35,7 @@ from eval.endpoint import (
     text_of,
     vllm_drafting,
 )
+from eval.replay import Bodies, loads, plan
 from models.files import read_lines
 from tests.eval.fake_server import FakeServer, Play
 
@@ -78,15 +83,15 @@ def test_several_tokens_in_a_chunk_are_one_emission(server: FakeServer) -> None:
     answer = answered(server.url)
     assert len(answer.emissions) == 2
     assert answer.tokens == 5
-    assert stage.itl(answer) == [pytest.approx(1e3 * (answer.pieces[1] - answer.pieces[0]))]
-    assert stage.itl(answer)[0] >= 50 - 1e3 * SLACK
-    assert stage.tpot(answer) == [pytest.approx(1e3 * (answer.seconds - answer.pieces[0]) / 4)]
+    assert figures.itl(answer) == [pytest.approx(1e3 * (answer.pieces[1] - answer.pieces[0]))]
+    assert figures.itl(answer)[0] >= 50 - 1e3 * SLACK
+    assert figures.tpot(answer) == [pytest.approx(1e3 * (answer.seconds - answer.pieces[0]) / 4)]
 
 
 def test_chunks_of_one_round_are_one_emission() -> None:
     answer = Answer(0.0, 0.3, [0.1, 0.1002, 0.1004, 0.2, 0.2003])
     assert answer.emissions == [0.1, 0.2]
-    assert stage.itl(answer) == [pytest.approx(100)]
+    assert figures.itl(answer) == [pytest.approx(100)]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +129,7 @@ def test_a_reply_without_usage_is_whole(server: FakeServer) -> None:
     server.otherwise = Play(usage=False)
     answer = answered(server.url)
     assert (answer.error, answer.tokens, answer.text) == (None, None, "one two three")
-    assert stage.tpot(answer) == []
+    assert figures.tpot(answer) == []
 
 
 def test_text_of_no_tokens_is_a_reply_without_usage(server: FakeServer) -> None:
@@ -138,7 +143,7 @@ def test_a_reply_of_nothing_is_whole_and_has_no_first_token(server: FakeServer) 
     server.otherwise = Play((), tokens=1)
     answer = answered(server.url)
     assert (answer.error, answer.tokens, answer.ttft) == (None, 1, None)
-    assert stage.ttft(answer) == stage.itl(answer) == []
+    assert figures.ttft(answer) == figures.itl(answer) == []
 
 
 def test_what_is_asked_again_is_counted_and_its_time_too(server: FakeServer) -> None:
@@ -363,7 +368,7 @@ def test_identical_greedy_replies() -> None:
     assert drawn["identical_outputs"] is None
     assert "not compared at temperature > 0" in " ".join(drawn["notes"])
     ends = Answer(0.0, 1.0, [0.5], "ab", "length", 2), Answer(0.0, 1.0, [0.5], "ab", "stop", 2)
-    assert stage.parting(Pair("z", dict(zip("ab", ends, strict=True)), {})) == 2
+    assert figures.parting(Pair("z", dict(zip("ab", ends, strict=True)), {})) == 2
 
 
 @pytest.mark.parametrize(
@@ -535,7 +540,7 @@ def test_a_killed_run_goes_on(
 ) -> None:
     a, b = pair
     made = workspace(tmp_path, (a.url, b.url))
-    append, lines = stage.append_line, 0
+    append, lines = replay.append_line, 0
 
     def until_killed(path: Path, obj: Any) -> None:
         nonlocal lines
@@ -545,7 +550,7 @@ def test_a_killed_run_goes_on(
         lines += 1
 
     with monkeypatch.context() as patched:
-        patched.setattr(stage, "append_line", until_killed)
+        patched.setattr(replay, "append_line", until_killed)
         with pytest.raises(Killed):
             run(made)
     partial = output(made) / "ab.partial.jsonl"
@@ -634,7 +639,7 @@ def test_names_that_differ_are_told(tmp_path: Path, pair: tuple[FakeServer, Fake
 def test_sides_take_turns(tmp_path: Path) -> None:
     made = workspace(tmp_path, ("http://a", "http://b"))
     made.eval.repeats = 20
-    blocks = list(plan(made, stage.prompts(made, "heldout"), stage.Bodies(made)))
+    blocks = list(plan(made, prompts(made, "heldout"), Bodies(made)))
     firsts = [block.order[0] for block in blocks]
     assert len(firsts) == 120
     assert all(x != y for x, y in zip(firsts[::2], firsts[1::2], strict=True))
