@@ -420,18 +420,18 @@ def scratch_architecture(network: NetworkConfig, target: Target) -> dict[str, An
 
 
 def named_architecture(name: str, target: Target) -> dict[str, Any]:
-    """That of another model. Raises `ConfigError` unless it has the target's vocabulary; of a sketch, which
-    has no tokenizer, only the size is known."""
+    """That of another model. Raises `ConfigError` unless it has the target's vocabulary, which a sketch,
+    having no tokenizer, cannot tell."""
     sketched = target.device.type == "meta"
     try:
         config = AutoConfig.from_pretrained(name).get_text_config(decoder=True)
-        vocabulary = config.vocab_size if sketched else AutoTokenizer.from_pretrained(name).get_vocab()
+        vocabulary = None if sketched else AutoTokenizer.from_pretrained(name).get_vocab()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"method.network.start={name} cannot be read: {first_line(error)} Set target, scratch, or the "
             "name or folder of a causal language model."
         ) from None
-    if vocabulary != (target.vocab_size if sketched else target.tokenizer.get_vocab()):
+    if not sketched and vocabulary != target.tokenizer.get_vocab():
         raise ConfigError(
             f"method.network.start={name} has another vocabulary than the target {target.name}. Start from a "
             "model of the target's own family, from target, or from scratch."

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.errors import CheckpointError, ConfigError
+from configs.schema import TargetConfig
 from models import load_draft, save_draft
 from models.small import NetworkConfig, Small
 from models.target import Target
@@ -138,6 +139,15 @@ def test_a_start_with_another_vocabulary_is_refused(tmp_path: Path, target: Targ
     other.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="another vocabulary than the target tiny"):
         small(target, start=str(tmp_path))
+
+
+def test_for_a_sketch_of_the_target_a_configuration_is_enough(tmp_path: Path) -> None:
+    for name, hidden in (("target", 32), ("start", 16)):
+        tiny_model(hidden=hidden).config.save_pretrained(tmp_path / name)
+    sketch = Target.sketch(TargetConfig(name=str(tmp_path / "target")))
+    with torch.device("meta"):
+        draft = Small.build(NetworkConfig(start=str(tmp_path / "start")), sketch)
+    assert draft.shape.hidden_size == 16
 
 
 # What is trained
