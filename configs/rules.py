@@ -14,10 +14,10 @@ from configs.errors import ConfigError
 from configs.schema import (
     Config,
     Dtype,
+    Features,
     Optimizer,
     Replies,
     Schedule,
-    StopDrafting,
     Strategy,
     Tree,
     Verification,
@@ -50,8 +50,26 @@ def _run(config: Config) -> Iterator[str]:
             "target.dtype=float16 with target.device=cpu: CPUs compute float16 slower than float32; "
             "use bfloat16, or float32 for exact comparisons."
         )
+    if config.target.quantize is not None:
+        yield from _quantize(config)
     if config.export.engines == []:
         yield "export.engines is empty, so nothing would be written: name one, as in export.engines=[vllm]."
+
+
+def _quantize(config: Config) -> Iterator[str]:
+    where = f"target.quantize={config.target.quantize.value}" if config.target.quantize else ""
+    if config.target.gguf_file is not None:
+        yield (
+            f"{where} quantises while it reads safetensors, and target.gguf_file names a GGUF file: save "
+            "that as safetensors first (models.target.write_target), or set target.quantize=null."
+        )
+    if config.trainer.target_parallel > 1:
+        yield (
+            f"{where} makes weights that trainer.target_parallel={config.trainer.target_parallel} cannot "
+            "divide: set one of them alone."
+        )
+    if config.method.name == "medusa2":
+        yield f"{where} freezes the target for good, and method=medusa2 trains it: set target.quantize=null."
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -179,6 +197,13 @@ def _trainer(config: Config) -> Iterator[str]:
     yield from _at_least(1, trainer, "trainer.", "target_parallel")
     yield from _strategy(config)
     yield from _target_parallel(config)
+    if trainer.features_gb is not None:
+        yield from _within("(0, inf)", trainer, "trainer.", "features_gb")
+        if trainer.features is Features.online:
+            yield (
+                f"trainer.features_gb={trainer.features_gb} bounds features on the disk, and "
+                "trainer.features=online keeps none there: set trainer.features=cached, or remove the bound."
+            )
 
 
 def _target_parallel(config: Config) -> Iterator[str]:
@@ -222,20 +247,16 @@ def _strategy(config: Config) -> Iterator[str]:
 def _decode(config: Config) -> Iterator[str]:
     decode = config.decode
     yield from _at_least(0, decode, "decode.", "draft_tokens", "top_k")
-    yield from _at_least(1, decode, "decode.", "max_new_tokens")
+    yield from _at_least(1, decode, "decode.", "max_new_tokens", "batch_size", "tree_nodes", "tree_width")
     yield from _sampling(decode.temperature, decode.top_p, "decode.")
+    yield from _within("[0, 1]", decode, "decode.", "min_p", "stop_threshold")
+    yield from _within("(0, inf)", decode, "decode.", "repetition_penalty")
     if "" in decode.stop:
         yield "decode.stop contains an empty string, which would stop every reply at once: remove it."
     if decode.verification is Verification.block and decode.tree is not Tree.chain:
         yield (
             f"decode.verification=block judges a drawn chain as a whole, and decode.tree={decode.tree.value} "
             "makes trees, which go by rejection: set decode.tree=chain, or decode.verification=rejection."
-        )
-    if decode.compile and (decode.pad_trees or decode.stop_drafting is StopDrafting.marginal):
-        yield (
-            "decode.compile pads trees to its own sizes, and the costs that decode.pad_trees and "
-            "decode.stop_drafting=marginal go by are those of eager forwards: set decode.compile=false, or "
-            "neither of them."
         )
 
 

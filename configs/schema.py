@@ -30,6 +30,10 @@ class Dtype(Enum):
     float16 = "float16"
 
 
+class Quantize(Enum):
+    int8 = "int8"  # weights alone, a scale for each row of a matrix
+
+
 class MaskTurns(Enum):
     all = "all"  # every assistant turn is trained on
     last = "last"  # only the last one: for templates that rewrite earlier turns
@@ -116,6 +120,7 @@ class TargetConfig:
     attention: str = "sdpa"
     trust_remote_code: bool = False
     pack: bool = True  # on a CPU: linear weights also in its kernels' layout, faster for twice their memory
+    quantize: Quantize | None = None  # linear layers, by torchao (models/quantization.py); None: as they are
 
 
 @dataclass
@@ -196,6 +201,7 @@ class TrainerConfig:
     resume: str = "auto"  # auto: go on with this configuration's unfinished run; never; or a run's folder
     strategy: Strategy = Strategy.none  # `accumulation` and `batch_tokens` mean the same in all of them
     target_parallel: int = 1  # processes that hold the target in parts and run it together (train/sharded.py)
+    features_gb: float | None = None  # cached: most that stands on the disk at a time, in GB; None: all of it
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Spool:
 
     def put(self, row: dict[str, Any]) -> int:
         """Where the row lies from now on."""
-        line = json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n"
+        line = json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
         at, self.end = self.end, self.end + len(line)
         with storage(self.folder):
             self.file.write(line)

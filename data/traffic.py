@@ -55,6 +55,7 @@ SHOWN = 5  # refused lines printed per source
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PEEKED = 64  # bytes in which a JSON array shows its bracket
 CHUNK = 1 << 16  # characters of a JSON array read at a time
+TOO_DEEP = "nested too deeply"
 AFTER_NUMBER = frozenset(",] \t\r\n")
 
 
@@ -120,10 +121,11 @@ def conversations(
             if isinstance(row, Refused):
                 raise row
             made = conversation(row, category)
-        except Refused as refused:
-            reading.bad[str(refused)] += 1
+        except (Refused, RecursionError) as error:
+            reason = str(error) if isinstance(error, Refused) else TOO_DEEP
+            reading.bad[reason] += 1
             if reading.bad.total() <= SHOWN:
-                console.print(f"{where}: {refused}; skipped", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"{where}: {reason}; skipped", markup=False, highlight=False, soft_wrap=True)
         else:
             yield made
     check(reading, max_bad_fraction)
@@ -168,7 +170,7 @@ def conversation(row: Any, category: str | None = None) -> Conversation:
     if not any(message["role"] == "user" for message in prompt_of(messages)):
         raise Refused("no user turn")
     named = next((row[key] for key in ("id", "question_id") if key in row), None)
-    return Conversation(
+    made = Conversation(
         id=str(named) if named is not None else digest(prompt_of(messages))[:16],
         category=category_of(row) or category or NO_CATEGORY,
         messages=messages,
@@ -176,6 +178,9 @@ def conversation(row: Any, category: str | None = None) -> Conversation:
         response_format=asked.get("response_format"),
         turns=turns,
     )
+    if not encodable(vars(made)):
+        raise Refused("half of a surrogate pair beside the content")
+    return made
 
 
 def category_of(row: dict[str, Any]) -> str | None:
@@ -214,11 +219,19 @@ def text(content: Any) -> str:
         return "\n".join(part_text(part) for part in content)
     if not isinstance(content, str):
         raise Refused(f"content is of type {type(content).__name__}, not text")
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise Refused("content holds half of a surrogate pair") from None
+    if not encodable(content):
+        raise Refused("content holds half of a surrogate pair")
     return content
+
+
+def encodable(value: Any) -> bool:
+    """Whether all text in `value` can be written as UTF-8. JSON can escape half of a surrogate pair, which
+    cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def part_text(part: Any) -> str:
@@ -462,4 +475,4 @@ def parsed(line: bytes) -> Any:
     except ValueError:
         return Refused("malformed JSON")
     except RecursionError:
-        return Refused("nested too deeply")
+        return Refused(TOO_DEEP)

@@ -36,17 +36,19 @@ def build_decoder(
     name: tells the draft from others where costs are measured and kept. compiled: the target's forwards,
     where another decoder has them already.
     """
+    compiled = compiled or compiled_forward(target, decode)
     costs = None
     if decode.pad_trees or decode.stop_drafting is StopDrafting.marginal:
         fixed = DecodeConfig(drafters=decode.drafters, proposal=decode.proposal)
-        costs = measured_costs(target, build_drafter(target, draft, fixed), name, decode.batch_size)
+        drafter = build_drafter(target, draft, fixed)
+        costs = measured_costs(target, drafter, name, decode.batch_size, compiled=compiled)
     return Decoder(
         target,
         build_drafter(target, draft, decode, costs),
         decode.batch_size,
         governor=Governor() if decode.govern else None,
         padded=costs.target.padded if costs is not None and decode.pad_trees else None,
-        compiled=compiled or compiled_forward(target, decode),
+        compiled=compiled,
     )
 
 

@@ -25,7 +25,7 @@ from models.target import Target, TargetOutput
 
 LEAST_ROWS = 512  # of the cache that a forward attends to
 CAPACITY = 2048  # rows that a slot has at least: shapes depend on it, and short texts should share theirs
-MOST_SHAPES = 64  # compiled by Inductor; it would go on eagerly, without a word, after eight
+MOST_SHAPES = 64  # compiled by Inductor beside our own; it would go on eagerly, without a word, after eight
 WARM_UPS = 2  # runs before a CUDA graph is captured, in which libraries allocate
 
 
@@ -85,8 +85,7 @@ class Compiled:
 
     def padded(self, nodes: int) -> int:
         """The size at which a forward over `nodes` is run; beyond the largest, a multiple of it."""
-        largest = self.sizes[-1]
-        return next((size for size in self.sizes if size >= nodes), -(-nodes // largest) * largest)
+        return size_for(self.sizes, nodes)
 
     def extent(self, rows: int) -> int:
         """How many rows of the cache are attended to, where `rows` are needed."""
@@ -101,12 +100,12 @@ class Compiled:
         """
         keys, values, rows = cache.held()
         inputs = Inputs(input_ids, positions, mask, rows)
-        place = keys[0].data_ptr() if self.target.device.type == "cuda" else 0
-        shape = (taps, mask.shape, keys[0].stride(), place)
+        placed = places(keys, values) if self.target.device.type == "cuda" else ()
+        shape = (taps, mask.shape, keys[0].stride(), placed)
         if shape in self.forwards:
             output = self.forwards[shape](inputs, keys, values)
         else:
-            with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+            with torch._dynamo.config.patch(recompile_limit=len(self.forwards) + MOST_SHAPES):
                 self.forwards[shape] = self.made(taps, inputs, keys, values)
                 output = self.forwards[shape](inputs, keys, values)
         cache.grown()
@@ -120,6 +119,17 @@ class Compiled:
             self.steps[taps] = Step(self.target, taps)
         step = self.steps[taps]
         return Graph(step.run, inputs, keys, values) if self.target.device.type == "cuda" else step.compiled
+
+
+def size_for(sizes: Sequence[int], nodes: int) -> int:
+    """The first of the ascending `sizes` that has room for `nodes`; beyond the largest, a multiple of it."""
+    return next((size for size in sizes if size >= nodes), -(-nodes // sizes[-1]) * sizes[-1])
+
+
+def places(keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[int, ...]:
+    """Where in memory the cache of all layers lies, which a CUDA graph reads and writes: another cache may
+    come to lie at a part of it."""
+    return tuple(held.data_ptr() for held in (keys[0], keys[-1], values[0], values[-1]))
 
 
 class Step:

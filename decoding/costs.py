@@ -3,7 +3,7 @@
 `t(n)`, the target's forward over the n nodes of a tree, is not flat, and not even monotone: in float32 two
 tokens may take longer than four (decoding.md, §6b). So it is measured at a few sizes, for one batch size and
 length of context. From it follow the size to which a tree is best padded, and whether drafting one more token
-pays.
+pays. Compiled forwards (decoding/compiled.py) are run at their own sizes only: of them `t(n)` is a staircase.
 
 Only `measured` and what it is given (`target_forward`), and `drafting`, run anything; the rest is arithmetic.
 """
@@ -22,11 +22,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from configs.errors import ConfigError
 from decoding.cache import KVCache
 from decoding.clock import now
+from decoding.compiled import CAPACITY, Compiled, size_for
 from decoding.drafters import Drafter, Seen, Turn
 from decoding.law import Law
 from decoding.randomness import Seeded
@@ -39,6 +41,7 @@ from models.target import Target
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+VERSION = 2  # raise it when times are taken in another way
 FOLDER = Path("artifacts/costs")
 SHORTEST = 128  # contexts up to it share a bucket
 
@@ -83,6 +86,17 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Steps(Curve):
+    """Of forwards that are run at these sizes only, to which all others are padded."""
+
+    def __call__(self, n: int) -> float:
+        return super().__call__(size_for(self.sizes, n))
+
+    def padded(self, n: int) -> int:
+        return min([size_for(self.sizes, n), *(size for size in self.sizes if size > n)], key=self)
+
+
+@dataclass(frozen=True)
 class Costs:
     """A round's parts, for one batch size and length of context."""
 
@@ -117,31 +131,53 @@ def measured(
     return Curve(tuple(sizes), tuple(median(taken) for taken in times))
 
 
-def target_forward(target: Target, batch: int, context: int) -> Callable[[int], None]:
+def target_forward(
+    target: Target, batch: int, context: int, compiled: Compiled | None = None, taps: tuple[int, ...] = ()
+) -> Callable[[int], None]:
     """A function of n that does a round's target forward: n nodes behind `context` tokens of each of `batch`
-    sequences, with the mask and positions that the decoder gives."""
+    sequences, with the mask and positions that the decoder gives. Of several sequences each has a token less
+    than the one before: rows that lie unevenly take their own time, and in decoding they do.
+
+    compiled: does it, at its own sizes; None: eagerly. taps: those that a drafter reads.
+    """
     cache = KVCache(target.num_layers)
     slots = [cache.allocate() for _ in range(batch)]
     device = target.device
+    forward = compiled or target.forward
+    starts = [max(1, context - i) for i in range(batch)]
+    room = context + max(SIZES)
+    if compiled is not None:  # as much as a decoder makes, so that shapes compiled here serve it too
+        room = max(CAPACITY, compiled.extent(context + compiled.sizes[-1]))
 
     @torch.inference_mode()
-    def forward(start: int, mask: torch.Tensor | None, n: int) -> None:
-        ids = torch.zeros(batch, n, dtype=torch.long, device=device)
-        positions = torch.arange(start, start + n, device=device).expand(batch, -1)
-        target.forward(ids, positions=positions, mask=mask, cache=cache, logits=mask is not None or n == 1)
+    def fill() -> None:
+        cache.aim(slots, context, reserve=room)
+        ids = torch.zeros(batch, context, dtype=torch.long, device=device)
+        positions = torch.arange(context, device=device).expand(batch, -1)
+        target.forward(ids, positions=positions, cache=cache, logits=False)
+        cache.commit_all([(slot, start, ()) for slot, start in zip(slots, starts, strict=True)])
 
-    cache.aim(slots, context, reserve=context + max(SIZES))
-    forward(0, None, context)
-
+    @torch.inference_mode()
     def run(n: int) -> None:
-        cache.aim(slots, n)
+        width = n if compiled is None else compiled.padded(n)
+        wanted = 0 if compiled is None else compiled.extent(context + width)
+        extent = cache.aim(slots, width, extent=wanted)
         mask = None
-        if n > 1 or batch > 1:
-            tree = TokenTree.chain(0, [0] * (n - 1))
-            mask = torch.from_numpy(tree.ancestor_mask(context)).expand(batch, 1, -1, -1).to(device)
-        forward(context, mask, n)
-        cache.commit_all([(slot, context, ()) for slot in slots])
+        if width > 1 or batch > 1 or compiled is not None:
+            tree = TokenTree.chain(0, [0] * (width - 1))
+            seen = np.zeros((batch, 1, width, extent), dtype=bool)
+            for row, start in enumerate(starts):
+                seen[row, 0, :, : start + width] = tree.ancestor_mask(start)
+            mask = torch.from_numpy(seen).to(device)
+        rows: dict[str, Any] = {
+            "input_ids": torch.zeros(batch, width, dtype=torch.long, device=device),
+            "positions": torch.tensor([[*range(start, start + width)] for start in starts], device=device),
+            "mask": mask,
+        }
+        forward(cache=cache, taps=taps, **rows)
+        cache.commit_all([(slot, start, ()) for slot, start in zip(slots, starts, strict=True)])
 
+    fill()
     return run
 
 
@@ -159,15 +195,18 @@ def drafting(
 ) -> tuple[float, int]:
     """Median seconds of the draft's forwards in a round that proposes `depth` deep, and how many they are.
 
-    It is told each time that the target accepted nothing. The two first rounds do not count: in one it reads
-    the context, the other is for warming up.
+    It is told each time that the target accepted nothing, and a forward of the target comes before, which
+    drives the draft's weights out of a processor's caches as it does in decoding. The two first rounds do not
+    count: in one it reads the context, the other is for warming up.
     """
+    verify = target_forward(target, batch, context)
     law, states = Law(Warp(temperature=0.0)), [drafter.begin() for _ in range(batch)]
     width = target.hidden_size * len(drafter.taps)
     told = [0] * context
     start, taken, forwards = 0, [], 0
     try:
         for _ in range(2 + rounds):
+            verify(1)
             taps = torch.zeros(len(told), width, dtype=target.dtype, device=target.device)
             choices = [0] if drafter.wants_choices else None
             seen = Seen(start, told, 0, taps, choices)
@@ -189,24 +228,31 @@ def measured_costs(
     batch: int = 1,
     context: int = 256,
     folder: Path = FOLDER,
+    compiled: Compiled | None = None,
 ) -> Costs:
     """The costs of this pair on this machine: from `folder`, or measured now (seconds to a minute) and kept.
 
-    draft_name: whatever tells this drafter from others, such as the fingerprint of its weights.
+    draft_name: whatever tells this drafter from others, such as the fingerprint of its weights. compiled: the
+    forwards that decoding will use, at whose sizes they are then measured and taken; None: eager ones.
     """
     length = context_bucket(context)
     key = conditions(target, batch, length)
 
     def curve() -> Curve:
-        return measured(target_forward(target, batch, length), clock=lambda: now(target.device))
+        sizes, taps = (SIZES, ()) if compiled is None else (compiled.sizes, drafter.taps)
+        run = target_forward(target, batch, length, compiled, taps)
+        return measured(run, sizes, clock=lambda: now(target.device))
 
     def forward() -> Curve:
         return Curve((1,), (draft_seconds(drafter, target, batch, length),))
 
-    return Costs(
-        remembered(folder, {**key, "of": "target"}, curve),
-        remembered(folder, {**key, "of": f"draft {draft_name}"}, forward)(1),
-    )
+    if compiled is None:
+        verifying = remembered(folder, {**key, "of": "target"}, curve)
+    else:
+        how = {"of": "compiled target", "sizes": compiled.sizes, "taps": [*drafter.taps]}
+        kept = remembered(folder, {**key, **how}, curve)
+        verifying = Steps(kept.sizes, kept.seconds)
+    return Costs(verifying, remembered(folder, {**key, "of": f"draft {draft_name}"}, forward)(1))
 
 
 def measured_drafting(
@@ -232,6 +278,11 @@ def measured_drafting(
     return remembered(folder, key, curve)
 
 
+def sizes_up_to(nodes: int) -> list[int]:
+    """The `SIZES` at which a curve is measured that is to tell of up to `nodes`."""
+    return [size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < nodes]
+
+
 def context_bucket(length: int) -> int:
     """The context at which costs for `length` tokens are measured: the next power of two, at least
     `SHORTEST`."""
@@ -242,6 +293,7 @@ def conditions(target: Target, batch: int, context: int) -> dict[str, Any]:
     """All that a measured time depends on, ready for JSON."""
     machine = hardware()
     return {
+        "version": VERSION,
         "target": target.fingerprint(),
         "attention": target.config._attn_implementation,
         "dtype": str(target.dtype).removeprefix("torch."),

@@ -10,7 +10,8 @@ A shape's file says under which conditions it was made, because the best shape d
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -116,8 +117,8 @@ def read_shape(path: Path) -> tuple[TreeShape, Conditions]:
         contents = path.read_bytes()
     try:
         return parsed(json.loads(contents))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"it lacks {error}." if isinstance(error, KeyError) else f"{error}."
     except ConfigError as error:
         reason = str(error)
     raise ConfigError(f"{path} is not a tree's shape: {reason} Write it anew: python -m eval.tree.")
@@ -133,4 +134,66 @@ def parsed(file: Any) -> tuple[TreeShape, Conditions]:
     unknown = file["conditions"].keys() - {field.name for field in fields(Conditions)}
     if unknown:
         raise ConfigError(f"it has unknown conditions: {', '.join(sorted(unknown))}.")
+    for name, value in file["conditions"].items():
+        if value is not None and not STATED[name](value):
+            raise ConfigError(f"its condition {name} cannot be {json.dumps(value)[:40]}.")
     return TreeShape(tuple(map(tuple, file["paths"]))), Conditions(**file["conditions"])
+
+
+# ---- what a condition may be ----
+
+
+def is_number(value: Any) -> bool:
+    """Neither negative nor infinite, nor NaN."""
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def is_vectors(value: Any) -> bool:
+    """Rows of one length, each of probabilities that exclude each other."""
+    return isinstance(value, list) and all(
+        isinstance(row, list)
+        and len(row) == len(value[0]) > 0
+        and all(map(is_number, row))
+        and sum(row) <= 1 + 1e-9
+        for row in value
+    )
+
+
+def is_times(value: Any) -> bool:
+    """Seconds by size, of the parts of a round; of the decoder itself at least."""
+    return (
+        isinstance(value, dict)
+        and "host" in value
+        and all(
+            isinstance(part, dict)
+            and all(size.isdecimal() and int(size) >= 1 and is_number(part[size]) for size in part)
+            for part in value.values()
+        )
+    )
+
+
+STATED: dict[str, Callable[[Any], bool]] = {
+    "temperature": is_number,
+    "proposal": is_text,
+    "draft": is_text,
+    "traffic": is_text,
+    "vectors": is_vectors,
+    "expected_tokens": is_number,
+    "rounds": is_count,
+    "batch_size": is_count,
+    "seconds": is_times,
+    "speedup": is_number,
+    "measured": is_object,
+}

@@ -345,6 +345,15 @@ def check_decoding(decode: DecodeConfig) -> None:
         )
 
 
+def check_eager(decode: DecodeConfig, command: str) -> None:
+    """Refuses compiled forwards, for a command that cannot do with them."""
+    if decode.compile:
+        raise ConfigError(
+            f"decode.compile=true, and {command} is about eager forwards only. Set decode.compile=false; "
+            "python -m eval.measure measures compiled ones."
+        )
+
+
 def nodes_of(decode: DecodeConfig) -> int | None:
     """How many tokens a network's tree has at most, its root left out; None for a chain, which
     decode.draft_tokens limits."""

@@ -232,6 +232,7 @@ def describe_target(config: Config, target: Target) -> dict[str, Any]:
         "fingerprint": target.fingerprint(),
         "tokenizer_fingerprint": target.tokenizer_fingerprint(),
         "dtype": dtype_name(target),
+        "quantize": target.quantize and target.quantize.value,
         "device": str(target.device),
         "attention": config.target.attention,
     }

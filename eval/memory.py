@@ -14,6 +14,7 @@ from decoding.cache import KVCache
 from decoding.decoder import Decoder
 from eval.ranges import readers
 from models.packing import PackedForward
+from models.quantization import parts
 
 
 def weight_bytes(module: nn.Module, without: nn.Module | None = None) -> int:
@@ -36,7 +37,8 @@ def packed_bytes(*modules: nn.Module) -> int:
 
 
 def tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
+    for parameter in module.parameters():
+        yield from parts(parameter)
     yield from module.buffers()
 
 

@@ -20,7 +20,7 @@ and draft each between what engines reach at best and what is usual. Acceptance 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from itertools import pairwise, product
 from pathlib import Path
@@ -35,7 +35,8 @@ from configs.compose import as_plain
 from configs.entry import entry
 from configs.schema import Config, typed
 from decoding.build import network_drafter
-from decoding.costs import Curve, measured_costs, measured_drafting
+from decoding.compiled import Compiled
+from decoding.costs import Curve, measured_costs, measured_drafting, sizes_up_to
 from decoding.growth import ChainGrowth
 from decoding.sequoia import best_tree
 from eval.advice import by_batch
@@ -131,12 +132,21 @@ def sheet_times(target: Load, draft: Load, at_once: bool, config: Config, batch:
 
 
 def machine_times(
-    target: Target, draft: Any, name: str, config: Config, batch: int, known: Evidence
+    target: Target,
+    draft: Any,
+    name: str,
+    config: Config,
+    batch: int,
+    known: Evidence,
+    compiled: Compiled | None = None,
 ) -> Times:
-    """Measured here, or kept from an earlier time; the decoder's own time as it was measured."""
+    """Measured here, or kept from an earlier time; the decoder's own time as it was measured. compiled: the
+    target's forwards, if decoding compiles them."""
     drafter = network_drafter(target, draft, ChainGrowth(config.decode.proposal))
     asked = config.predict
-    forward = measured_costs(target, drafter, name, batch, asked.context).target
+    forward = measured_costs(target, drafter, name, batch, asked.context, compiled=compiled).target
+    # A line also between compiled sizes: who decodes with chains or trees of n nodes compiles that size.
+    forward = Curve(forward.sizes, forward.seconds)
     drafting = measured_drafting(target, drafter, name, asked.draft_tokens, batch, asked.context)
     own = own_times(known, batch)
     return Times(forward(1) + own(1), forward, drafting, own)
@@ -259,18 +269,32 @@ def ends(gains: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
     return (min(gains), max(gains)) if len(gains) > 1 else (None, None)
 
 
-def as_measured(batch: int, row: dict[str, Any], variants: Sequence[Times]) -> TreeRow:
+def as_measured(batch: int, row: dict[str, Any], variants: Sequence[Times], compiled: bool) -> TreeRow:
     """A measured setting, whatever drafted, at another batch size or on other hardware.
 
     Its tokens a round and the sizes of its trees stay, only times change. Drafting costs what it would at
-    full depth; drafters that are no network cost nothing but the decoder's own time.
+    full depth; drafters that are no network cost nothing but the decoder's own time. compiled: every tree is
+    padded to the largest there may be.
     """
     depth = row["draft_tokens"] if "draft" in row["drafters"] else 0
+    if compiled:
+        variants = [at_two_sizes(times, most_nodes(row)) for times in variants]
     taus = [row["mean_acceptance_length"], *(row["mean_acceptance_length_ci"] or [])]
     rounds = [seconds_of(lengths(row), depth, batch, times) for times in variants]
     gains = [[tau * t.plain / s for t, s in zip(variants, rounds, strict=True)] for tau in taus]
     spread = [gain for each in gains for gain in each]
     return TreeRow(batch, mean_nodes(row), depth, taus[0], geometric_mean(gains[0]), *ends(spread))
+
+
+def at_two_sizes(times: Times, most: int) -> Times:
+    """As decoding/build.py has forwards compiled: over one node, and over `most`."""
+    return replace(times, verify=lambda nodes: times.verify(1 if nodes == 1 else most))
+
+
+def most_nodes(row: dict[str, Any]) -> int:
+    """Of the largest tree that a measured row's setting can make, the root included."""
+    own = row["tree_nodes"] or row["draft_tokens"]
+    return 1 + sum(own if name == "draft" else row["draft_tokens"] for name in row["drafters"])
 
 
 def seconds_of(drafted: Mapping[int, float], depth: int, batch: int, times: Times) -> float:
@@ -287,7 +311,8 @@ def predict(config: Config, console: Console) -> dict[str, Any]:
     known = evidence_of(config)
     output = output_of(config)
     ensure_writable(output)
-    cases, memory = on_device(config) if asked.device is not None else on_this_machine(config, known)
+    here = asked.device is None
+    cases, memory = on_this_machine(config, known, console) if here else on_device(config)
     rows, trees, measured, better = [], [], [], None
     for batch, variants in cases.items():
         if known.acceptance is not None:
@@ -296,8 +321,10 @@ def predict(config: Config, console: Console) -> dict[str, Any]:
         if known.vectors is not None:
             trees += [tree_row(batch, known.vectors, variants, n, asked.draft_tokens) for n in TREES]
         if (row := known.other(batch)) is not None:
-            measured.append(as_measured(batch, row, variants))
+            measured.append(as_measured(batch, row, variants, config.decode.compile))
     chain = known.chain(min(cases))
+    if chain is not None and chain.get("compiled", False) != config.decode.compile:
+        chain = None  # it says nothing of these times
     where = provenance()
     written = {
         "schema": SCHEMA,
@@ -308,7 +335,7 @@ def predict(config: Config, console: Console) -> dict[str, Any]:
         "trees": [asdict(row) for row in trees],
         "as_measured": [asdict(row) for row in measured],
         "memory": memory,
-        "measured": held_against(chain, rows) if chain is not None and asked.device is None else None,
+        "measured": held_against(chain, rows) if chain is not None and here else None,
         "break_even": break_even(rows or measured),
         "better_draft": None if better is None else asdict(better),
         "advice": advice(rows, trees, measured, better),
@@ -330,12 +357,28 @@ def on_device(config: Config) -> tuple[dict[int, list[Times]], list[dict[str, An
     )
 
 
-def on_this_machine(config: Config, known: Evidence) -> tuple[dict[int, list[Times]], list[dict[str, Any]]]:
+def on_this_machine(
+    config: Config, known: Evidence, console: Console
+) -> tuple[dict[int, list[Times]], list[dict[str, Any]]]:
     folder = draft_folder(config)
     target = Target.load(config.target)
     draft, name = load_draft(folder, target), draft_hash(folder)
-    batches = config.predict.batches
-    return {b: [machine_times(target, draft, name, config, b, known)] for b in batches}, []
+    batches, compiled = config.predict.batches, None
+    if config.decode.compile:
+        compiled = Compiled(target, sizes_up_to(largest_asked(config, known)))
+        console.print(
+            f"decode.compile: {len(compiled.sizes)} sizes of forwards are compiled and measured for each "
+            "batch size, once on this machine; on a CPU a size takes about a minute.",
+            highlight=False,
+        )
+    return {b: [machine_times(target, draft, name, config, b, known, compiled)] for b in batches}, []
+
+
+def largest_asked(config: Config, known: Evidence) -> int:
+    """Nodes of the largest tree that is weighed."""
+    rows = [row for batch in config.predict.batches if (row := known.other(batch)) is not None]
+    trees = TREES if known.vectors is not None else ()
+    return max([1 + config.predict.draft_tokens, *trees, *map(most_nodes, rows)])
 
 
 def improved(acceptance: Acceptance, by: float = 0.05) -> Acceptance:

@@ -47,6 +47,7 @@ from decoding.decoder import Batch, Decoder
 from decoding.drafters.medusa import HeadsReader
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Params, Request
+from eval.bench import check_eager
 from eval.machine import Contention, share_of_others
 from eval.measure import default_output
 from eval.pictures import standalone
@@ -388,10 +389,12 @@ def profile(config: Config, console: Console) -> dict[str, Any]:
     """Times every setting, writes what the module's docstring names, prints the tables; returns what
     profile.json holds.
 
-    Raises `CheckpointError` (no draft, or another target's), `ConfigError` (contexts too long),
-    `TrafficError` (no held-out prompts), `TargetError` (layers of an unknown kind) and `StorageError`.
+    Raises `CheckpointError` (no draft, or another target's), `ConfigError` (contexts too long, or compiled
+    forwards), `TrafficError` (no held-out prompts), `TargetError` (layers of an unknown kind) and
+    `StorageError`.
     """
     asked, ways = config.profile, methods(config.decode)
+    check_eager(config.decode, "eval.profile")  # nothing within a compiled one can be clocked
     folder = None
     if len(ways) > 1 and Drafting.draft in config.decode.drafters:
         folder = find_draft(config.eval.draft, Path(config.runs), config.experiment)

@@ -29,7 +29,8 @@ from configs.errors import CheckpointError, ConfigError, TrafficError
 from configs.schema import Config, Drafting, Replies, Verification
 from data.tokens import REPLIES, Prompt, evenly, prompts, split_file
 from decoding.build import network_drafter
-from decoding.costs import Curve, measured_costs, measured_drafting
+from decoding.compiled import Compiled
+from decoding.costs import Curve, measured_costs, measured_drafting, sizes_up_to
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
 from decoding.growth import ChainGrowth, StaticGrowth
@@ -208,11 +209,13 @@ def own_seconds(rounds: Sequence[Round]) -> float:
 
 def measured(config: Config, target: Target, draft: Any, name: str, host: Curve) -> Times:
     """What forwards take on this machine, remembered from run to run; the draft's over one node a level, to
-    which some more add little."""
+    which some more add little. Where decoding compiles them, at every size as if trees had it."""
     drafter = network_drafter(target, draft, ChainGrowth(config.decode.proposal))
     batch = config.decode.batch_size
+    compiled = Compiled(target, sizes_up_to(config.eval.tree_nodes)) if config.decode.compile else None
+    forward = measured_costs(target, drafter, name, batch, compiled=compiled).target
     return Times(
-        measured_costs(target, drafter, name, batch).target,
+        Curve(forward.sizes, forward.seconds),
         measured_drafting(target, drafter, name, config.eval.tree_depth, batch),
         host,
     )
@@ -220,7 +223,8 @@ def measured(config: Config, target: Target, draft: Any, name: str, host: Curve)
 
 def weighed(config: Config, seen: Seen, costs: Times) -> list[Plan]:
     """The best tree of each size, from the root alone (plain decoding) to `eval.tree_nodes` nodes."""
-    forward = costs.target.planned if config.decode.pad_trees else costs.target
+    padding = config.decode.pad_trees and not config.decode.compile  # which has no size above the tree's own
+    forward = costs.target.planned if padding else costs.target
     return plans(
         seen.vectors,
         lambda n: forward(n) + costs.host(n),

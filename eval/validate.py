@@ -4,10 +4,10 @@ Held-out prompts are decoded in every setting: each draft as chains and as stati
 `decode` as it is configured, each at every batch size, beside plain decoding. What is predicted for a setting
 comes from elsewhere:
 
-    acceptance   other prompts (training prompts, those not trained on first) and one setting: a wide tree,
-                 for all chains and static trees of a draft, by depth and rank (eval/tree.py)
-    times        forwards alone, over zeros (decoding/costs.py), measured in turn with the decoding, so that a
-                 slow spell of the machine falls on both alike
+    acceptance   other held-out prompts and one setting: a wide tree, for all chains and static trees of a
+                 draft, by depth and rank (eval/tree.py)
+    times        forwards alone, over zeros (decoding/costs.py), in turn with a few settings and plain
+                 decoding, so that a slow spell of the machine falls on all alike
     own time     of the decoder in plain and in wide-tree rounds at `decode.batch_size`
 
 and goes through the functions of eval/predict.py. Lookup and `decode`'s own setting have no ranks: their
@@ -15,7 +15,8 @@ tokens a round and tree sizes are those on the other prompts, at `decode.batch_s
 
 Three errors are told apart: of tokens a round, of a round's time, and of the speedup, in which they meet. A
 prediction is of rounds with a full batch; so is what it is held against: steps with fewer sequences in flight
-do not count, nor does prefill. Writes validate.json and validate.svg; a killed run goes on where it was.
+do not count, nor do prefills, nor rounds in which a draft first reads a prompt. Writes validate.json and
+validate.svg; a killed run goes on where it was.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from rich.table import Table
 from configs.compose import as_plain
 from configs.entry import entry
 from configs.errors import TrafficError
-from configs.schema import Config, DecodeConfig, Drafting, Tree
+from configs.schema import Config, DecodeConfig, Drafting, Tree, ValidateConfig
 from data.tokens import Prompt, evenly, prompts
 from decoding.acceptance import bootstrap_ratio, mean_acceptance_length
 from decoding.build import build_drafter, network_drafter
-from decoding.costs import SIZES, Curve, drafting, measured, target_forward
+from decoding.costs import Curve, drafting, measured, sizes_up_to, target_forward
 from decoding.decoder import Decoder
 from decoding.drafters import Drafter
 from decoding.drafters.plain import PlainDrafter
 from decoding.growth import ChainGrowth, StaticGrowth
 from decoding.sequence import Params, Request, Round
 from decoding.sequoia import best_tree
-from eval.bench import check_decoding, dtype_name, nodes_of, seed_of
+from eval.bench import check_decoding, check_eager, dtype_name, nodes_of, seed_of
 from eval.evidence import expected_tokens
 from eval.machine import Contention, share_of_others
 from eval.measure import check_heldout, default_output
@@ -57,7 +58,7 @@ from eval.pictures import MUTED, Picture, legend_above, literal, standalone, sty
 from eval.predict import Times, seconds_of
 from eval.rows import expanded
 from eval.terminal import bar, warn_if_busy, wide_console
-from eval.tree import calibration, check, decoded
+from eval.tree import check, decoded
 from models.checkpoint import draft_hash, find_draft, load_draft
 from models.files import append_line, ensure_writable, lines_under, write_json, write_text
 from models.provenance import provenance
@@ -65,9 +66,11 @@ from models.target import Target
 
 SCHEMA = "leadout.validate/1"
 PARTIAL = "validate.partial.jsonl"
-TOGETHER = 6  # prompts that all settings decode before the next ones
+PLAIN = "plain"
+SPELL = 3  # ways between which there is plain decoding
+TOGETHER = 6  # prompts that all of them decode before the next ones
 WARM_TOKENS = 6  # decoded before a setting counts for the first time
-REPEATS = 5  # of each forward, after each group of prompts
+REPEATS = 3  # of each forward, after each group of prompts
 BAND = 0.1  # of error, shaded in the picture
 
 Json = dict[str, Any]
@@ -119,11 +122,13 @@ class Journal:
 def validate(config: Config, console: Console) -> Json:
     """Measures, predicts, writes both side by side, prints the table; returns what was written.
 
-    Raises `CheckpointError` (no draft, or another target's), `TrafficError` (too few prompts, or some that
-    were trained on) and `StorageError`.
+    Raises `CheckpointError` (no draft, or another target's), `ConfigError` (decoding that it cannot foresee),
+    `TrafficError` (too few prompts, or some that were trained on) and `StorageError`.
     """
+    config = dataclasses.replace(config, validate=each_once(config.validate))
     asked = config.validate
     check_decoding(config.decode)
+    check_eager(config.decode, "eval.validate")  # every way would have shapes of its own to compile
     check(config)
     folders = [*dict.fromkeys(find_draft(d, Path(config.runs), config.experiment) for d in asked.drafts)]
     output = Path(asked.output) if asked.output else default_output(folders[0])
@@ -136,7 +141,12 @@ def validate(config: Config, console: Console) -> Json:
             f"{len(chosen)} prompts do not fill a batch of {max(asked.batch_sizes)}. Raise validate.prompts, "
             "or lower validate.batch_sizes."
         )
-    others, trained = calibration(config)
+    others = evenly([prompt for prompt in heldout if prompt not in chosen], config.eval.tree_prompts)
+    if not others:
+        raise TrafficError(
+            f"All {len(heldout)} held-out prompts are measured, and none is left to take acceptance from. "
+            "Lower validate.prompts, or add traffic and run python -m data.prepare again."
+        )
     where = provenance()
     before = share_of_others()
     warn_if_busy(console, before, config.eval.max_load, "before the run")
@@ -144,13 +154,14 @@ def validate(config: Config, console: Console) -> Json:
     drafts = named({folder: load_draft(folder, target) for folder in folders})
     journal = Journal(output / PARTIAL, journal_key(config, where, target, folders, [*chosen, *others]))
     watch = Contention()
-    ways = [*ways_of(config, target, drafts, others, journal, console)]
+    ways = [*{way.name: way for way in ways_of(config, target, drafts, others, journal, console)}.values()]
     context = round(fmean(len(prompt.ids) for prompt in chosen)) + config.decode.max_new_tokens // 2
-    timer = Timer(config, target, drafts, context, largest(ways))
-    runs, costs = measured_runs(config, target, ways, timer, chosen, journal, console)
+    timer = Timer(config, target, drafts, context)
+    spells = measured_spells(config, target, ways, timer, chosen, journal, console)
     rows = [
-        row_of(way, batch, costs[batch], runs[way.name, batch], runs["plain", batch], config)
-        for way in ways
+        row_of(way, batch, spell.curves[batch], spell.runs[way.name, batch], spell.runs[PLAIN, batch], config)
+        for spell in spells
+        for way in spell.ways
         for batch in asked.batch_sizes
     ]
     written = {
@@ -167,7 +178,6 @@ def validate(config: Config, console: Console) -> Json:
         "context": context,
         "acceptance_from": {
             "prompts": len(others),
-            "trained_on": trained,
             "batch_size": config.decode.batch_size,
             "tree_nodes": config.eval.tree_nodes,
         },
@@ -182,12 +192,19 @@ def validate(config: Config, console: Console) -> Json:
     return written
 
 
+def each_once(asked: ValidateConfig) -> ValidateConfig:
+    """Settings named twice are measured, and counted, once."""
+    names = ("draft_tokens", "tree_nodes", "batch_sizes")
+    return dataclasses.replace(asked, **{name: [*dict.fromkeys(getattr(asked, name))] for name in names})
+
+
 def named(drafts: Mapping[Path, Any]) -> dict[str, Any]:
-    """The drafts by method; a method's further ones with their run's name."""
+    """The drafts by method; a method's further ones with their run's name, or where that is taken, folder."""
     made: dict[str, Any] = {}
     for folder, draft in drafts.items():
         method = str(draft.method)
-        made[method if method not in made else f"{method} {folder.parent.name}"] = draft
+        names = (method, f"{method} {folder.parent.name}", f"{method} {folder}")
+        made[next(name for name in names if name not in made)] = draft
     return made
 
 
@@ -305,53 +322,54 @@ def rounds_of(decoder: Decoder, asked: Sequence[Request]) -> list[Round]:
     return [round for generation in decoder.generate_all(asked) for round in generation.rounds]
 
 
-def largest(ways: Sequence[Way]) -> int:
-    return 1 + max(max(way.known.drafted) for way in ways)
-
-
 # ---- what is measured ----
 
 
 class Timer:
     """Times forwards alone."""
 
-    def __init__(
-        self, config: Config, target: Target, drafts: Mapping[str, Any], context: int, nodes: int
-    ) -> None:
-        """nodes: of the largest tree."""
+    def __init__(self, config: Config, target: Target, drafts: Mapping[str, Any], context: int) -> None:
         self.target = target
         self.context = context
-        self.sizes = [size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < nodes]
-        self.depths = range(1, max(config.validate.draft_tokens) + 1)
         self.drafters = {
             name: network_drafter(target, draft, ChainGrowth(config.decode.proposal))
             for name, draft in drafts.items()
         }
 
-    def times(self, batch: int) -> Json:
-        """Seconds of the target's forwards by nodes, and of each draft's by depth."""
-        forward = target_forward(self.target, batch, self.context)
-        return {
-            "target": measured(forward, self.sizes, REPEATS, warmup=1).seconds,
-            **{
-                name: [
-                    drafting(drafter, self.target, batch, self.context, depth, REPEATS)[0]
-                    for depth in self.depths
-                ]
-                for name, drafter in self.drafters.items()
-            },
-        }
-
-    def curves(self, found: Sequence[Json]) -> dict[str, Curve]:
-        """The means of what `times` gave each time."""
-        made = {}
-        for name in found[0]:
-            means = tuple(fmean(values) for values in zip(*(one[name] for one in found), strict=True))
-            made[name] = Curve(tuple(self.sizes if name == "target" else self.depths), means)
-        return made
+    def times(self, batch: int, ways: Sequence[Way]) -> Json:
+        """Seconds of the forwards that `ways` need: the target's by nodes, and those of drafts by depth."""
+        sizes = sizes_up_to(1 + max(max(way.known.drafted) for way in ways))
+        curve = measured(target_forward(self.target, batch, self.context), sizes, REPEATS, warmup=1)
+        found: Json = {"target": [curve.sizes, curve.seconds]}
+        for name in dict.fromkeys(way.draft for way in ways if way.known.depth):
+            depths = sorted({way.known.depth for way in ways if way.draft == name and way.known.depth})
+            seconds = [
+                drafting(self.drafters[name], self.target, batch, self.context, depth, REPEATS)[0]
+                for depth in depths
+            ]
+            found[name] = [depths, seconds]
+        return found
 
 
-def measured_runs(
+def mean_curves(found: Sequence[Json]) -> dict[str, Curve]:
+    """Of what `Timer.times` gave each time."""
+    made = {}
+    for name, (sizes, _) in found[0].items():
+        times = zip(*(one[name][1] for one in found), strict=True)
+        made[name] = Curve(tuple(sizes), tuple(fmean(few) for few in times))
+    return made
+
+
+@dataclass(frozen=True)
+class Spell:
+    """Some ways, and what was measured while they were."""
+
+    ways: Sequence[Way]
+    runs: dict[tuple[str, int], list[Json]]  # of each group, by name (PLAIN is one) and batch size
+    curves: dict[int, dict[str, Curve]]  # by batch size
+
+
+def measured_spells(
     config: Config,
     target: Target,
     ways: Sequence[Way],
@@ -359,43 +377,42 @@ def measured_runs(
     chosen: Sequence[Prompt],
     journal: Journal,
     console: Console,
-) -> tuple[dict[tuple[str, int], list[Json]], dict[int, dict[str, Curve]]]:
-    """Every way at every batch size, over all groups of prompts; each group begins with another way. Also the
-    curves of each batch size, timed after every group."""
-    drafters = {"plain": (PlainDrafter(), 0), **{way.name: (way.drafter, way.draft_tokens) for way in ways}}
+) -> list[Spell]:
+    """Every way at every batch size, over all groups of prompts, a few ways at a time: those and plain
+    decoding in turn, each group beginning with another one, and forwards alone after each group."""
+    few = [ways[start : start + SPELL] for start in range(0, len(ways), SPELL)]
     groups = grouped(chosen, max(TOGETHER, max(config.validate.batch_sizes)))
-    runs: dict[tuple[str, int], list[Json]] = {}
-    costs: dict[int, list[Json]] = {}
-    warm: set[tuple[str, int]] = set()
+    made = []
     with bar(console) as progress:
-        total = len(groups) * len(config.validate.batch_sizes) * (1 + len(drafters))
+        total = len(groups) * len(config.validate.batch_sizes) * (2 * len(few) + len(ways))
         task = progress.add_task("measuring", total=total)
-        for number, group in enumerate(groups):
-            for batch in config.validate.batch_sizes:
-                for name in rotated([*drafters], number):
-                    drafter, draft_tokens = drafters[name]
-                    asked = requests(config, group, draft_tokens)
+        for which, some in enumerate(few):
+            runs: dict[tuple[str, int], list[Json]] = {}
+            costs: dict[int, list[Json]] = {}
+            drafters: dict[str, tuple[Drafter, int]] = {PLAIN: (PlainDrafter(), 0)}
+            drafters |= {way.name: (way.drafter, way.draft_tokens) for way in some}
+            for number, group in enumerate(groups):
+                for batch in config.validate.batch_sizes:
+                    here = f"spell {which}, group {number}, batch {batch}"
+                    for name in rotated([*drafters], number):
+                        drafter, draft_tokens = drafters[name]
+                        asked = requests(config, group, draft_tokens)
 
-                    def run(
-                        drafter: Drafter = drafter,
-                        asked: list[Request] = asked,
-                        setting: tuple[str, int] = (name, batch),
-                    ) -> Json:
-                        decoder = Decoder(target, drafter, setting[1])
-                        if setting not in warm:
-                            warm_up(decoder, asked)
-                            warm.add(setting)
-                        return timed(decoder, asked)
+                        def run(d: Drafter = drafter, b: int = batch, a: list[Request] = asked) -> Json:
+                            return timed(Decoder(target, d, b), a)
 
-                    result = journal.get(f"group {number}, batch {batch}: {name}", run)
-                    runs.setdefault((name, batch), []).append(result)
+                        result = journal.get(f"{here}: {name}", run)
+                        runs.setdefault((name, batch), []).append(result)
+                        progress.advance(task)
+
+                    def alone(b: int = batch, some: Sequence[Way] = some) -> Json:
+                        return timer.times(b, some)
+
+                    times = journal.get(f"{here}: forwards alone", alone)
+                    costs.setdefault(batch, []).append(times)
                     progress.advance(task)
-                timing = journal.get(
-                    f"group {number}, batch {batch}: forwards", lambda b=batch: timer.times(b)
-                )
-                costs.setdefault(batch, []).append(timing)
-                progress.advance(task)
-    return runs, {batch: timer.curves(found) for batch, found in costs.items()}
+            made.append(Spell(some, runs, {batch: mean_curves(found) for batch, found in costs.items()}))
+    return made
 
 
 def grouped(chosen: Sequence[Prompt], size: int) -> list[list[Prompt]]:
@@ -410,6 +427,29 @@ def rotated(names: list[str], by: int) -> list[str]:
     return names[start:] + names[:start]
 
 
+def timed(decoder: Decoder, asked: Sequence[Request]) -> Json:
+    """Tokens and rounds of each prompt; steps in which the batch was full, and their seconds. Steps in which
+    a sequence had its first round do not count: its draft has read the prompt in it.
+
+    Sequences that were in flight together have the same times in their rounds, to the last bit.
+    """
+    warm_up(decoder, asked)
+    made = decoder.generate_all(asked)
+    steps = Counter(step_of(round) for one in made for round in one.rounds)
+    first = {step_of(one.rounds[0]) for one in made if one.rounds}
+    full = [step for step, together in steps.items() if together == decoder.batch_size and step not in first]
+    sums = [sum(part) for part in zip(*full, strict=True)] or [0.0, 0.0, 0.0]
+    return {
+        "prompts": [[sum(round.emitted for round in one.rounds), len(one.rounds)] for one in made],
+        "steps": len(full),
+        **dict(zip(("seconds", "target", "draft"), sums, strict=True)),
+    }
+
+
+def step_of(round: Round) -> tuple[float, float, float]:
+    return round.seconds, round.target_seconds, round.draft_seconds
+
+
 def warm_up(decoder: Decoder, asked: Sequence[Request]) -> None:
     """First calls allocate and prepare kernels for their shapes."""
     first = asked[: decoder.batch_size]
@@ -419,24 +459,6 @@ def warm_up(decoder: Decoder, asked: Sequence[Request]) -> None:
             for one in first
         ]
     )
-
-
-def timed(decoder: Decoder, asked: Sequence[Request]) -> Json:
-    """Tokens and rounds of each prompt; steps in which the batch was full, and their seconds.
-
-    Sequences that were in flight together have the same times in their rounds, to the last bit.
-    """
-    made = decoder.generate_all(asked)
-    steps = Counter(
-        (round.seconds, round.target_seconds, round.draft_seconds) for one in made for round in one.rounds
-    )
-    full = [step for step, together in steps.items() if together == decoder.batch_size]
-    sums = [sum(part) for part in zip(*full, strict=True)] or [0.0, 0.0, 0.0]
-    return {
-        "prompts": [[sum(round.emitted for round in one.rounds), len(one.rounds)] for one in made],
-        "steps": len(full),
-        **dict(zip(("seconds", "target", "draft"), sums, strict=True)),
-    }
 
 
 # ---- predicted and measured ----

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from models.quantization import is_quantised
+
 SHAPED_FOR = 64  # rows that the layout is chosen for; it serves fewer and more alike
 LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 4}  # fewer go through the plain kernel
 MOST_ROWS = 256  # from here on reordering is lost in the product
@@ -41,6 +43,7 @@ def packable(layer: nn.Linear) -> bool:
         weight.device.type == "cpu"
         and weight.dtype in LEAST_ROWS
         and not weight.requires_grad
+        and not is_quantised(weight)
         and not isinstance(weight, FakeTensor)  # of train.plan: sizes without values
         and torch.backends.mkldnn.is_available()
         and (weight.dtype is not torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())

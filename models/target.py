@@ -29,9 +29,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from configs.errors import TargetError
-from configs.schema import TargetConfig
+from configs.schema import Quantize, TargetConfig
 from models.files import write_folder
 from models.packing import pack
+from models.quantization import is_quantised, loading, parts, refuse_unquantised
 
 # What decides how weights become logits, and is not in the weights.
 ESSENTIALS = (
@@ -76,11 +77,20 @@ class TargetOutput:
 class Target:
     """A frozen causal language model and its tokenizer. Made by `load` or `wrap`, and never changed after."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, revision: str | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        revision: str | None = None,
+        quantize: Quantize | None = None,
+    ) -> None:
+        """`quantize`: how the linear layers of `model` are quantised (models/quantization.py)."""
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name
         self.revision = revision
+        self.quantize = quantize
         self.config = model.config.get_text_config(decoder=True)
         self.decoder, self.layers = find_decoder(model, name)
         self.head = find_head(model, name)
@@ -99,7 +109,9 @@ class Target:
         Raises `TargetError` for a model that cannot be found, is incomplete, or cannot be used (see `check`).
         """
         model, tokenizer = read_model(cfg, resolve_device(cfg.device))
-        target = cls(model, tokenizer, cfg.name, cfg.revision)
+        target = cls(model, tokenizer, cfg.name, cfg.revision, cfg.quantize)
+        if cfg.quantize is not None:
+            refuse_unquantised(target.layers, cfg.name)
         if cfg.pack:
             pack(target.model)
         target.check()
@@ -126,7 +138,7 @@ class Target:
                 f"The target {described(cfg)} cannot be described: {first_line(error)} Check target.name: "
                 "a hub name, or a folder with config.json."
             ) from error
-        return cls(model, SimpleNamespace(eos_token_id=None), cfg.name, cfg.revision)
+        return cls(model, SimpleNamespace(eos_token_id=None), cfg.name, cfg.revision, cfg.quantize)
 
     @classmethod
     def wrap(cls, model: Any, tokenizer: Any, name: str = "in-memory") -> Target:
@@ -323,18 +335,19 @@ class Target:
     def fingerprint(self) -> str:
         """SHA-256 (64 hex digits) that tells this model's weights from another's, in well under a second.
 
-        Covers the config's essentials, each parameter's name and shape, and an even sample of its values,
-        rounded to bfloat16 so that float32 and bfloat16 loads of the same weights agree (a float16 load may
-        not).
+        Covers the config's essentials, each parameter's name and shape, and an even sample of its values (a
+        quantised one's numbers and scales), rounded to bfloat16 so that float32 and bfloat16 loads of the
+        same weights agree (a float16 load may not).
         """
         digest = hashlib.sha256()
         essentials = {key: getattr(self.config, key, None) for key in ESSENTIALS}
         digest.update(json.dumps(essentials, sort_keys=True, default=str).encode())
         for name, weight in self.model.named_parameters():
             digest.update(f"{name} {tuple(weight.shape)}".encode())
-            stride = max(1, weight.numel() // SAMPLES)
-            sample = weight.detach().reshape(-1)[::stride].to(torch.bfloat16).cpu()
-            digest.update(sample.view(torch.int16).numpy().tobytes())
+            for part in parts(weight):
+                stride = max(1, part.numel() // SAMPLES)
+                sample = part.detach().reshape(-1)[::stride].to(torch.bfloat16).cpu()
+                digest.update(sample.view(torch.int16).numpy().tobytes())
         return digest.hexdigest()
 
     def tokenizer_fingerprint(self) -> str:
@@ -369,6 +382,8 @@ def read_model(cfg: TargetConfig, device: torch.device) -> tuple[Any, Any]:
     if cfg.gguf_file is not None:
         # The default may keep the weights packed; such a model can neither be tapped evenly nor saved.
         options["quantization_config"] = GgufConfig(dequantize=True)
+    if cfg.quantize is not None:
+        options["quantization_config"] = loading(cfg.quantize)
     if device.type != "cpu":
         options["device_map"] = {"": str(device)}
     try:
@@ -388,7 +403,10 @@ def read_model(cfg: TargetConfig, device: torch.device) -> tuple[Any, Any]:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """`weight`; one that processes hold in parts is put together, which they do at the same time."""
+    """`weight`; one that processes hold in parts is put together, which they do at the same time, and a
+    quantised one is given in its dtype."""
+    if is_quantised(weight):
+        return weight.dequantize()
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 

@@ -5,15 +5,16 @@ forced runs alone, by prompt lookup and, with --draft (a native checkpoint), by 
 tree, the methods taking turns at being first. Of each is counted how many outputs finished, parse as JSON,
 validate against their schema and equal plain decoding's, which in float32 all must; and how fast it was.
 
-A request is decoded by all methods before the next, so that a change of the machine's load meets all alike.
+A request is decoded by all methods before the next, so that a change of the machine's load meets all alike,
+and is then written; the same command goes on after the last one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,56 +35,66 @@ from decoding.decoder import Decoder
 from decoding.drafters import Drafter
 from decoding.drafters.forced import ForcedDrafter
 from decoding.drafters.plain import PlainDrafter
-from decoding.grammar import GrammarError, Grammars
-from decoding.sequence import Generation, Params
+from decoding.grammar import GrammarError, Grammars, Matcher
+from decoding.sequence import Generation, Params, Request
+from eval.terminal import bar
 from models import load_draft
-from models.files import read_lines, sha256_file, write_json
+from models.checkpoint import draft_hash
+from models.files import append_line, lines_under, read_lines, sha256_file, write_json
 from models.provenance import provenance
 from models.target import Target
 from scripts.fetch_embedded import TARGET
 
 PLAIN = "plain"
+WARM_TOKENS = 4  # decoded by each method before the first request counts
+
+Line = dict[str, Any]  # of one request: each method's `Outcome`, or why it was `refused`
 
 
-@dataclass
-class Tally:
-    """What came of one method's outputs."""
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one request by one method."""
 
-    requests: int = 0
-    finished: int = 0
-    parsed: int = 0
-    valid: int = 0
-    equal: int = 0  # to plain masked decoding
-    tokens: list[int] = field(default_factory=list)  # of each request
-    seconds: list[float] = field(default_factory=list)
-    rounds: int = 0
+    finished: bool
+    parsed: bool
+    valid: bool
+    equal: bool  # to plain masked decoding
+    tokens: int
+    rounds: int
+    seconds: float
 
-    def add(self, done: Generation, text: str, schema: Any, plain: Sequence[int]) -> None:
-        self.requests += 1
-        self.finished += done.finish == "eos"
-        self.equal += done.tokens == list(plain)
-        self.tokens.append(len(done.tokens))
-        self.seconds.append(done.seconds)
-        self.rounds += len(done.rounds)
-        if done.finish == "eos" and (value := parsed(text)) is not None:
-            self.parsed += 1
-            self.valid += validator_for(schema)(schema).is_valid(value[0])
+    @classmethod
+    def of(cls, done: Generation, text: str, schema: Any, plain: Sequence[int]) -> Outcome:
+        value = parsed(text) if done.finish == "eos" else None
+        return cls(
+            finished=done.finish == "eos",
+            parsed=value is not None,
+            valid=value is not None and validator_for(schema)(schema).is_valid(value[0]),
+            equal=done.tokens == list(plain),
+            tokens=len(done.tokens),
+            rounds=len(done.rounds),
+            seconds=done.seconds,
+        )
 
-    def row(self, plain: Tally) -> dict[str, Any]:
-        """The counts, tokens per second, and the ratio of speeds with its 95 % interval over requests."""
-        tokens, seconds = sum(self.tokens), sum(self.seconds)
-        same = self.equal == self.requests  # else the methods did different work
-        return {
-            "requests": self.requests,
-            "finished": self.finished,
-            "parsed": self.parsed,
-            "valid": self.valid,
-            "equal_to_plain": self.equal,
-            "mean_acceptance_length": (tokens - self.requests) / self.rounds if self.rounds else None,
-            "tokens_per_s": tokens / seconds,
-            "speedup": sum(plain.seconds) / seconds if same else None,
-            "speedup_ci": bootstrap_ratio(plain.seconds, self.seconds, 0.95, 2000, 0) if same else None,
-        }
+
+def summed(outcomes: Sequence[Outcome], plain: Sequence[Outcome]) -> dict[str, Any]:
+    """The counts, tokens per second, and the ratio of speeds with its 95 % interval over requests."""
+
+    def count(what: str) -> int:
+        return sum(getattr(one, what) for one in outcomes)
+
+    tokens, seconds, rounds = count("tokens"), [one.seconds for one in outcomes], count("rounds")
+    seconds_plain = [one.seconds for one in plain]
+    same = count("equal") == len(outcomes)  # else the methods did different work
+    return {
+        "requests": len(outcomes),
+        **{what: count(what) for what in ("finished", "parsed", "valid")},
+        "equal_to_plain": count("equal"),
+        "mean_acceptance_length": (tokens - len(outcomes)) / rounds if rounds else None,
+        "tokens_per_s": tokens / sum(seconds),
+        "speedup": sum(seconds_plain) / sum(seconds) if same else None,
+        "speedup_ci": bootstrap_ratio(seconds_plain, seconds, 0.95, 2000, 0) if same else None,
+    }
 
 
 def parsed(text: str) -> tuple[Any] | None:
@@ -104,35 +115,59 @@ def decoders(target: Target, options: argparse.Namespace) -> dict[str, Decoder]:
     return {name: Decoder(target, drafter) for name, drafter in drafters.items()}
 
 
-def run(
+def lines_of(
     target: Target,
+    methods: Mapping[str, Decoder],
     rows: Sequence[Mapping[str, Any]],
-    options: argparse.Namespace,
-    show: Callable[[str], None],
-) -> tuple[dict[str, Tally], list[str]]:
-    """The methods' tallies, and why requests were refused."""
+    params: Params,
+    partial: Path,
+    key: dict[str, Any],
+    console: Console,
+) -> list[Line]:
+    """A line for each row, those of an interrupted run included; each is in `partial` before the next row is
+    decoded."""
+    lines = lines_under(partial, key)[: len(rows)]
     grammars, template = Grammars.of(target), Template.of(target)
-    methods = decoders(target, options)
-    config = DecodeConfig(draft_tokens=options.draft_tokens, max_new_tokens=options.max_new_tokens)
-    params = Params.of(config, seed=0)
-    tallies = {name: Tally() for name in methods}
-    refused: list[str] = []
-    for turn, row in enumerate(rows):
-        try:
-            matchers = {name: grammars.json_schema(row["schema"]) for name in methods}
-            prompt = template.prompt(row["messages"])
-        except (GrammarError, Refused) as error:
-            refused.append(f"{row.get('id', turn)}: {error}")
-            continue
-        done = {
-            name: methods[name].generate(prompt, params, grammar=matchers[name])
-            for name in turned(list(methods), turn)
-        }
-        for name, generation in done.items():
-            text = target.tokenizer.decode(generation.tokens, skip_special_tokens=True)
-            tallies[name].add(generation, text, row["schema"], done[PLAIN].tokens)
-        show(f"{turn + 1}/{len(rows)}")
-    return tallies, refused
+    cold = True
+    with bar(console) as progress:
+        task = progress.add_task("decoding", total=len(rows), completed=len(lines))
+        for turn in range(len(lines), len(rows)):
+            row = rows[turn]
+            try:
+                matchers = {name: grammars.json_schema(row["schema"]) for name in methods}
+                prompt = template.prompt(row["messages"])
+            except (GrammarError, Refused) as error:
+                line: Line = {"refused": f"{row.get('id', turn)}: {error}"}
+            else:
+                if cold:  # first calls allocate
+                    decoded(methods, list(methods), prompt, replace(params, max_new_tokens=WARM_TOKENS))
+                    cold = False
+                done = decoded(methods, turned(list(methods), turn), prompt, params, matchers)
+                line = {name: asdict(outcome) for name, outcome in outcomes(target, row, done).items()}
+            append_line(partial, line)
+            lines.append(line)
+            progress.advance(task)
+    return lines
+
+
+def decoded(
+    methods: Mapping[str, Decoder],
+    order: Sequence[str],
+    prompt: Sequence[int],
+    params: Params,
+    matchers: Mapping[str, Matcher] | None = None,
+) -> dict[str, Generation]:
+    """The prompt by each method in this order. Where a grammar fails a text is left unfinished."""
+    requests = {name: Request(prompt, params, matchers[name] if matchers else None) for name in order}
+    return {name: methods[name].generate_all([request])[0] for name, request in requests.items()}
+
+
+def outcomes(target: Target, row: Mapping[str, Any], done: Mapping[str, Generation]) -> dict[str, Outcome]:
+    plain = done[PLAIN].tokens
+    texts = {
+        name: target.tokenizer.decode(one.tokens, skip_special_tokens=True) for name, one in done.items()
+    }
+    return {name: Outcome.of(one, texts[name], row["schema"], plain) for name, one in done.items()}
 
 
 def turned(names: list[str], by: int) -> list[str]:
@@ -144,7 +179,7 @@ def turned(names: list[str], by: int) -> list[str]:
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     made = Table("method", "finished", "parsed", "valid", "equal", "τ", "tokens/s", "speedup (95 %)")
     for name, row in rows.items():
-        length, speedup = row["mean_acceptance_length"], row["speedup"]
+        length, speedup, ends = row["mean_acceptance_length"], row["speedup"], row["speedup_ci"]
         made.add_row(
             name,
             f"{row['finished']}/{row['requests']}",
@@ -153,7 +188,7 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
             str(row["equal_to_plain"]),
             "" if length is None else f"{length:.2f}",
             f"{row['tokens_per_s']:.1f}",
-            "" if speedup is None else "{:.2f} ({:.2f}-{:.2f})".format(speedup, *row["speedup_ci"]),
+            "" if speedup is None else f"{speedup:.2f}" + (" ({:.2f}-{:.2f})".format(*ends) if ends else ""),
         )
     return made
 
@@ -182,30 +217,44 @@ def check(options: argparse.Namespace) -> None:
             f"There is no {options.file}. Name a JSONL file whose rows have `messages` and `schema`."
         )
     rows = list(islice(read_lines(options.file), options.schemas))
+    settings = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()
+    }
+    conditions = {**provenance(), "llguidance": llguidance.__version__}
+    file_sha256 = sha256_file(options.file)
+    partial = options.out.with_suffix(".partial.jsonl")
     target = Target.load(TargetConfig(name=options.target, dtype=Dtype(options.dtype)))
-    with console.status("decoding") as status:
-        tallies, refused = run(target, rows, options, lambda text: status.update(f"decoding {text}"))
-    if not tallies[PLAIN].requests:
+    methods = decoders(target, options)
+    # Not the number of rows: they are taken from the first on, so that more or fewer go on as well.
+    key = {name: value for name, value in settings.items() if name != "schemas"}
+    key |= {"file_sha256": file_sha256, "target": target.fingerprint(), "git": str(conditions["git"])}
+    key |= {"draft_sha256": None if options.draft is None else draft_hash(options.draft)}
+    config = DecodeConfig(draft_tokens=options.draft_tokens, max_new_tokens=options.max_new_tokens)
+    lines = lines_of(target, methods, rows, Params.of(config, seed=0), partial, key, console)
+    refused = [line["refused"] for line in lines if "refused" in line]
+    taken = [line for line in lines if "refused" not in line]
+    if not taken:
         raise ConfigError(
             f"No request of {options.file} could be decoded: {'; '.join(refused[:3]) or 'it is empty'}."
         )
-    result = {name: tally.row(tallies[PLAIN]) for name, tally in tallies.items()}
+    by_method = {name: [Outcome(**line[name]) for line in taken] for name in taken[0]}
+    result = {name: summed(found, by_method[PLAIN]) for name, found in by_method.items()}
     console.print(table(result))
     for reason in refused:
         console.print(f"refused {reason}", markup=False)
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
     write_json(
         options.out,
         {
-            "conditions": {**provenance(), "llguidance": llguidance.__version__},
+            "conditions": conditions,
             "settings": settings,
-            "file_sha256": sha256_file(options.file),
+            "file_sha256": file_sha256,
             "temperature": 0,
             "batch_size": 1,
             "rows": result,
             "refused": refused,
         },
     )
+    partial.unlink()
     console.print(f"written: {options.out}")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -112,6 +112,16 @@ def shuffled(sizes: Sequence[int], tokens: int, seed: int, epoch: int) -> list[l
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
+def stepped(
+    sizes: Sequence[int], chapter: Sequence[int], tokens: int, accumulation: int, seed: int, epoch: int
+) -> list[list[list[int]]]:
+    """The optimiser steps of an epoch over the rows in `chapter`, each of them micro-batches of rows."""
+    batches = [
+        [chapter[i] for i in batch] for batch in shuffled([sizes[n] for n in chapter], tokens, seed, epoch)
+    ]
+    return [batches[i : i + accumulation] for i in range(0, len(batches), accumulation)]
+
+
 class Plan:
     """Which micro-batches of rows make up each optimiser step."""
 
@@ -124,11 +134,19 @@ class Plan:
         epochs: int,
         seed: int,
         max_steps: int | None = None,
+        chapters: Callable[[int], Sequence[Sequence[int]]] | None = None,
     ) -> None:
-        """`sizes`: tokens of each row. `tokens`: padded tokens of a micro-batch, at most."""
-        self._epoch = lru_cache(maxsize=1)(lambda epoch: shuffled(sizes, tokens, seed, epoch))
-        self._accumulation = accumulation
-        counts = [-(-len(self._epoch(epoch)) // accumulation) for epoch in range(epochs)]
+        """`sizes`: tokens of each row. `tokens`: padded tokens of a micro-batch, at most. `chapters`: the
+        rows of an epoch that are trained on together, one chapter after another; None: all of them."""
+        of = chapters or (lambda epoch: [range(len(sizes))])
+        self._epoch = lru_cache(maxsize=1)(
+            lambda epoch: [
+                step
+                for chapter in of(epoch)
+                for step in stepped(sizes, chapter, tokens, accumulation, seed, epoch)
+            ]
+        )
+        counts = [len(self._epoch(epoch)) for epoch in range(epochs)]
         self._ends = list(itertools.accumulate(counts))
         self.steps = min(self._ends[-1], max_steps or self._ends[-1])
 
@@ -137,7 +155,6 @@ class Plan:
         return bisect.bisect_right(self._ends, step)
 
     def __getitem__(self, step: int) -> list[list[int]]:
-        """The micro-batches of `step`, each lists of row numbers; the last of an epoch may be fewer."""
+        """The micro-batches of `step`, each lists of row numbers; the last of a chapter may be fewer."""
         epoch = self.epoch(step)
-        first = (step - (self._ends[epoch - 1] if epoch else 0)) * self._accumulation
-        return self._epoch(epoch)[first : first + self._accumulation]
+        return self._epoch(epoch)[step - (self._ends[epoch - 1] if epoch else 0)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,7 @@ from train.objectives import Objective
 from train.ranks import Ranks, join
 from train.runs import Run, contract, follow, open_run
 from train.sharded import ShardedTarget, placement
-from train.store import Cached, cached
+from train.store import Cached, bounded, cached
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,11 @@ def distil_among(ranks: Ranks, config: Config, console: Console) -> Path:
                 lambda: feature_source(config, target, rows, objective, console) if ranks.first else None
             )
         with ranks.in_turn():
-            source = feature_source(config, target, rows, objective, console)
-        training = Training(config, objective, target, source, rows, heldout, run, console, ranks)
-        training.resume()
-        training.train()
+            source = feature_source(config, target, rows, objective, console, ranks)
+        with closing(source):
+            training = Training(config, objective, target, source, rows, heldout, run, console, ranks)
+            training.resume()
+            training.train()
         if ranks.first:
             finish(training, method)
         ranks.meet()
@@ -142,12 +144,21 @@ def shared_run(
 
 
 def feature_source(
-    config: Config, target: Target, rows: Sequence[TokenRow], objective: Objective, console: Console
+    config: Config,
+    target: Target,
+    rows: Sequence[TokenRow],
+    objective: Objective,
+    console: Console,
+    ranks: Ranks | None = None,
 ) -> Cached | Online:
-    if config.trainer.features is Features.online:
+    trainer = config.trainer
+    if trainer.features is Features.online:
         return Online(target, rows, objective.taps)
     folder = Path(config.data.folder) / "features"
-    return cached(folder, target, rows, objective.taps, config.trainer.batch_tokens, console)
+    asked = (folder, target, rows, objective.taps, trainer.batch_tokens, console)
+    if trainer.features_gb is None:
+        return cached(*asked)
+    return bounded(*asked, limit=round(trainer.features_gb * 1e9), ranks=ranks or Ranks())
 
 
 def say(console: Console, run: Run, objective: Objective, rows: Sequence[TokenRow]) -> None:

@@ -38,12 +38,24 @@ class Features(Protocol):
         """Numbers of the rows that may be asked for."""
         ...
 
+    def chapters(self, numbers: Sequence[int], seed: int, epoch: int) -> list[Sequence[int]]:
+        """Places in `numbers` of the rows that can be read together, each once: one chapter after another."""
+        ...
+
+    def want(self, numbers: Sequence[int]) -> None:
+        """Says which rows the step reads, of all processes, before any of them is asked for."""
+        ...
+
     def batch(self, numbers: Sequence[int]) -> Batch:
         """The rows `numbers` with their features."""
         ...
 
     def ahead(self, batches: Sequence[Sequence[int]]) -> None:
         """Says that these will be asked for next, in this order, so that they may be read by then."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds; nothing is asked for after."""
         ...
 
 
@@ -57,6 +69,12 @@ class Online:
     def usable(self) -> list[int]:
         return list(range(len(self._rows)))
 
+    def chapters(self, numbers: Sequence[int], seed: int, epoch: int) -> list[Sequence[int]]:
+        return [range(len(numbers))]
+
+    def want(self, numbers: Sequence[int]) -> None:
+        """Nothing: each is computed when it is asked for."""
+
     def batch(self, numbers: Sequence[int]) -> Batch:
         rows = [self._rows[n] for n in numbers]
         features = compute(self._target, rows, self._taps)
@@ -69,6 +87,9 @@ class Online:
 
     def ahead(self, batches: Sequence[Sequence[int]]) -> None:
         """Nothing: the target computes where the draft learns, and one would wait for the other."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 @torch.no_grad()

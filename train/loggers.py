@@ -174,6 +174,11 @@ def open_loggers(config: Config, run: Run, steps: int, step: int, console: RichC
         loggers.append(Wandb(config, run))
     if config.logger.profile:
         first, last = config.logger.profile
+        if max(first, step + 1) > min(last, steps):
+            console.print(
+                f"logger.profile=[{first},{last}] holds none of the steps that are left, {step + 1} to "
+                f"{steps}: nothing will be profiled."
+            )
         loggers.append(Profile(first, last, run.folder / "profile", step, console))
     return loggers
 

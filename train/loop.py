@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -77,6 +78,7 @@ class Training:
             epochs=self.trainer.epochs,
             seed=config.seed,
             max_steps=self.trainer.max_steps,
+            chapters=partial(features.chapters, self.rows, config.seed),
         )
         if self.trainer.max_steps is not None and self.trainer.max_steps > self.plan.steps:
             console.print(
@@ -135,6 +137,7 @@ class Training:
         began = time.perf_counter()
         self.module.train()
         self.objective.begin(self.state.step)
+        self.features.want([self.rows[n] for numbers in self.plan[self.state.step] for n in numbers])
         with self.meter.counting():
             batches = self.target.together(self.fetch)
             waited = time.perf_counter() - began

@@ -50,7 +50,7 @@ def contract(config: Config, method: dict[str, Any], rows: str, target: str) -> 
         "seed": config.seed,
         "method": method,
         "trainer": trainer,
-        "target": {"fingerprint": target, "dtype": config.target.dtype},
+        "target": {"fingerprint": target, "dtype": config.target.dtype, "quantize": config.target.quantize},
         "rows": rows,
     }
     return json.loads(json.dumps(parts, default=lambda value: value.value))

@@ -29,6 +29,7 @@ from transformers.integrations.tensor_parallel import apply_tensor_parallelism
 
 from configs.errors import TargetError
 from configs.schema import TargetConfig
+from models.quantization import held_bytes
 from models.target import Target, TargetOutput, read_model, resolve_device
 from train.ranks import Ranks
 
@@ -136,9 +137,10 @@ def head_counts(target: Target) -> tuple[int, int]:
 def placement(target: Target) -> str:
     """Where the target is, how much of it a device holds and why, as a line."""
     weights = list(target.model.parameters())
-    whole = sum(weight.nbytes for weight in weights)
+    whole = sum(map(held_bytes, weights))
     if not isinstance(target, ShardedTarget):
-        return f"target: whole on each process, {whole / 1e9:.3g} GB (trainer.target_parallel=1)"
+        said = f" (target.quantize={target.quantize.value})" if target.quantize else ""
+        return f"target: whole on each process, {whole / 1e9:.3g} GB{said} (trainer.target_parallel=1)"
     held = sum((w.to_local() if isinstance(w, DTensor) else w).nbytes for w in weights)
     return (
         f"target: in {target.holders.size} parts, {held / 1e9:.3g} of {whole / 1e9:.3g} GB on each process; "

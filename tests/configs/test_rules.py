@@ -55,7 +55,6 @@ def changed(config: Config, overrides: list[str]) -> Config:
         (["regenerate.server=localhost:8000", "regenerate.server_model=mine"], "is not a URL"),
         (["regenerate.server=http://", "regenerate.server_model=mine"], "is not a URL"),
         (["regenerate.server=http://localhost:99999", "regenerate.server_model=mine"], "is not a URL"),
-        (["decode.compile=true", "decode.pad_trees=true"], "pads trees to its own sizes"),
         (["data.replies=logged", "regenerate.server=http://x/v1"], "never be asked"),
         (["trainer.epochs=0"], "trainer.epochs=0"),
         (["trainer.max_steps=0"], "trainer.max_steps=0"),
@@ -69,6 +68,12 @@ def changed(config: Config, overrides: list[str]) -> Config:
         (["trainer.autocast=float16"], "loss scaling"),
         (["trainer.eval_every=-1"], "trainer.eval_every=-1"),
         (["decode.draft_tokens=-1"], "decode.draft_tokens=-1"),
+        (["decode.batch_size=0"], "decode.batch_size=0: must be at least 1"),
+        (["decode.tree_nodes=0"], "decode.tree_nodes=0"),
+        (["decode.tree_width=0"], "decode.tree_width=0"),
+        (["decode.min_p=1.1"], "decode.min_p=1.1: must be in [0, 1]"),
+        (["decode.stop_threshold=-0.1"], "decode.stop_threshold=-0.1"),
+        (["decode.repetition_penalty=0"], "decode.repetition_penalty=0.0: must be in (0, inf)"),
         (["decode.top_k=-1"], "decode.top_k=-1"),
         (["decode.top_p=1.1"], "decode.top_p=1.1"),
         (["decode.temperature=inf"], "decode.temperature=inf"),
@@ -98,6 +103,7 @@ def test_what_cannot_work_is_refused(smollm2: Config, overrides: list[str], word
         ["data.replies=logged", "regenerate.max_new_tokens=4096"],  # nothing is regenerated
         ["target.device=cuda", "target.dtype=float16"],
         ["threads=null", "data.max_train_rows=null"],
+        ["decode.compile=true", "decode.pad_trees=true", "decode.stop_drafting=marginal"],
     ],
 )
 def test_what_can_work_is_not(smollm2: Config, overrides: list[str]) -> None:

@@ -55,6 +55,14 @@ def test_rows_hold_prompt_ids_and_what_the_traffic_said(tmp_path: Path, tokenize
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_half_a_surrogate_pair_costs_its_line_only(tmp_path: Path, tokenizer: str) -> None:
+    bad = [row("b", id="\ud800"), row("c", category="\udfff")]  # json.dumps escapes them
+    source = write_rows(tmp_path / "t.jsonl", row("a"), *bad, row("d"))
+    cfg = config(tmp_path / "data", tokenizer, [source], heldout_fraction=0.0)
+    assert "unreadable: half of a surrogate pair beside the content (t.jsonl)" in run(cfg)
+    assert texts(cfg, "train") == {"a", "d"}
+
+
 def test_duplicates_go_whatever_their_white_space_and_reply(tmp_path: Path, tokenizer: str) -> None:
     source = write_rows(
         tmp_path / "t.jsonl", row("a b"), row(" a  b\n"), {"messages": chat("a b", "yes")}, row("ab")

@@ -19,6 +19,7 @@ from data.traffic import Conversation, Reading, Refused, conversation, elements,
 from tests.data.samples import chat, write_rows
 
 USER = {"role": "user", "content": "hi"}
+HALF = "half of a surrogate pair beside the content"
 
 
 @dataclass
@@ -112,6 +113,10 @@ def test_nulls_that_tables_write_are_absent_keys() -> None:
         ({"messages": [{"role": "user", "content": " \n"}]}, "empty content"),
         ({"messages": [{"role": "user"}]}, "empty content"),
         ({"messages": [{"role": "user", "content": "\ud83d"}]}, "content holds half of a surrogate pair"),
+        ({"messages": [USER], "id": "\ud83d"}, HALF),
+        ({"messages": [USER], "category": "a\udc00"}, HALF),
+        ({"messages": [{**USER, "name": "\ud83d"}]}, HALF),
+        ({"messages": [USER], "tools": [{"\ud83d": 1}]}, HALF),
         ({"messages": [{"role": "user", "content": 3}]}, "content is of type int, not text"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "empty content"),
         ({"messages": [{"role": "system", "content": "s"}]}, "no user turn"),
@@ -145,6 +150,14 @@ def test_bad_lines_are_printed_counted_and_passed_over(tmp_path: Path) -> None:
     assert made.bad == {"malformed JSON": 1, "messages is empty": 1}
     assert f"{path}:2: malformed JSON; skipped" in printed
     assert f"{path}:4: messages is empty; skipped" in printed
+
+
+def test_what_nests_too_deeply_is_counted_too(tmp_path: Path) -> None:
+    row = {"messages": [{**USER, "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}]}
+    made, printed = reading(write_rows(tmp_path / "t.jsonl", row, {"messages": [USER]}))
+    assert len(made.conversations) == 1
+    assert made.bad == {"nested too deeply": 1}
+    assert "t.jsonl:1: nested too deeply; skipped" in printed
 
 
 def test_only_the_first_bad_lines_are_printed(tmp_path: Path) -> None:

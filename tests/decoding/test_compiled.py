@@ -12,7 +12,7 @@ from torch import Tensor
 from configs.errors import ConfigError
 from configs.schema import DecodeConfig, Drafting, Tree
 from decoding.build import build_decoder, compiled_forward
-from decoding.compiled import Compiled
+from decoding.compiled import Compiled, places
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Params, Request
@@ -110,6 +110,13 @@ def test_sizes(target: Target) -> None:
     assert [compiled.extent(rows) for rows in (1, 512, 513, 1024, 1025)] == [512, 512, 1024, 1024, 2048]
     with pytest.raises(ConfigError, match="at least 1 node"):
         Compiled(target, [])
+
+
+def test_a_cache_that_lies_elsewhere_in_part_is_another() -> None:
+    a, b, c, d = torch.zeros(4, 8)
+    one = places([a, b], [c, d])
+    assert places([a, b], [c, d]) == one
+    assert one not in (places([a, c], [c, d]), places([a, b], [b, d]), places([a, b], [c, b]))
 
 
 @pytest.mark.parametrize(

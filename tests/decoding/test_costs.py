@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import DecodeConfig
-from decoding.build import build_drafter
+from configs.schema import DecodeConfig, StopDrafting
+from decoding.build import build_decoder, build_drafter
+from decoding.compiled import Compiled
 from decoding.costs import (
     Costs,
     Curve,
+    Steps,
     conditions,
     context_bucket,
     draft_seconds,
@@ -23,13 +25,22 @@ from decoding.costs import (
     remembered,
     target_forward,
 )
+from decoding.decoder import Decoder
 from decoding.drafters import EachAlone, Proposal, Turn
+from decoding.drafters.plain import PlainDrafter
+from decoding.sequence import Params
 from decoding.tree import TokenTree
 from models.eagle3 import Eagle3
 from models.target import Target
 
 # As float32 has it here: two tokens take longer than four or eight.
 HUMP = Curve((1, 2, 4, 8), (56.0, 91.0, 79.0, 75.0))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fixed shapes, run eagerly."""
+    monkeypatch.setattr("decoding.compiled.torch.compile", lambda run, **_: run)
 
 
 def test_interpolates_and_extrapolates() -> None:
@@ -58,6 +69,15 @@ def test_planned_never_falls() -> None:
 def test_round_is_a_forward_per_drafted_token_and_one_of_the_target() -> None:
     costs = Costs(Curve((1, 2, 3), (10.0, 11.0, 12.0)), draft=2.0)
     assert [costs.round(n) for n in (0, 1, 2)] == [10, 13, 16]
+
+
+def test_compiled_forwards_go_by_steps() -> None:
+    steps = Steps((1, 5), (10.0, 30.0))
+    assert [steps(n) for n in (1, 2, 5, 6)] == [10, 30, 30, 55]  # 10 nodes, 5 each beyond 5
+    assert [steps.padded(n) for n in (1, 2, 5, 6)] == [1, 5, 5, 10]
+    assert [Steps((1, 5), (40.0, 30.0)).padded(n) for n in (1, 2)] == [5, 5]
+    # The second drafted token costs its drafting alone.
+    assert [Costs(steps, draft=2.0).round(n) for n in (0, 1, 2)] == [10, 32, 34]
 
 
 @pytest.mark.parametrize(
@@ -124,12 +144,10 @@ def test_target_forward_leaves_its_context_as_it_was(
     shapes: list[tuple[tuple[int, ...], tuple[int, ...] | None, int]] = []
     forward = target.forward
 
-    def noted(ids: torch.Tensor, **words: Any) -> Any:
-        mask = words["mask"]
-        shapes.append(
-            (tuple(ids.shape), None if mask is None else tuple(mask.shape), int(words["positions"][0, 0]))
-        )
-        return forward(ids, **words)
+    def noted(input_ids: torch.Tensor, **words: Any) -> Any:
+        mask, start = words.get("mask"), int(words["positions"][0, 0])
+        shapes.append((tuple(input_ids.shape), None if mask is None else tuple(mask.shape), start))
+        return forward(input_ids, **words)
 
     monkeypatch.setattr(target, "forward", noted)
     run = target_forward(target, batch, context=7)
@@ -142,6 +160,14 @@ def test_target_forward_leaves_its_context_as_it_was(
         ((batch, 4), (batch, 1, 4, 11), 7),
         ((batch, 2), (batch, 1, 2, 9), 7),
     ]
+
+
+def test_compiled_forwards_are_run_at_their_sizes(target: Target, uncompiled: None) -> None:
+    compiled = Compiled(target, [1, 5])
+    run = target_forward(target, 2, context=7, compiled=compiled, taps=(1,))
+    for n in (1, 3, 5):
+        run(n)
+    assert [shape[:2] for shape in compiled.forwards] == [((1,), (2, 1, n, 512)) for n in (1, 5)]
 
 
 def test_context_bucket() -> None:
@@ -175,7 +201,8 @@ def test_remembers_by_key_and_measures_anew_what_is_damaged(
 def test_key_has_what_a_time_depends_on(target: Target) -> None:
     key = conditions(target, batch=2, context=256)
     assert set(key) == {
-        "target", "attention", "dtype", "device", "cpu", "gpu", "threads", "torch", "batch", "context"
+        "version", "target", "attention", "dtype", "device", "cpu", "gpu", "threads", "torch", "batch",
+        "context",
     }  # fmt: skip
     assert (key["dtype"], key["batch"], key["context"]) == ("float32", 2, 256)
     json.dumps(key)
@@ -190,3 +217,34 @@ def test_a_pairs_costs_are_measured_once(target: Target, draft: Eagle3, tmp_path
         target, drafter, "tiny", batch=2, context=90, folder=tmp_path
     )  # same bucket
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_compiled_costs_are_kept_apart(
+    target: Target, draft: Eagle3, tmp_path: Path, uncompiled: None
+) -> None:
+    drafter = build_drafter(target, draft, DecodeConfig())
+    measured_costs(target, drafter, "tiny", folder=tmp_path)
+    found = [
+        measured_costs(target, drafter, "tiny", folder=tmp_path, compiled=Compiled(target, sizes)).target
+        for sizes in ([1, 3], [1, 3], [1, 4])
+    ]
+    assert all(isinstance(steps, Steps) for steps in found)
+    assert found[0] == found[1]
+    assert found[2].sizes == (1, 4)
+    assert len(list(tmp_path.iterdir())) == 4  # eager, compiled at two sets of sizes, and the draft
+
+
+def test_shapes_compiled_for_the_costs_serve_decoding(
+    target: Target, draft: Eagle3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncompiled: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    decode = DecodeConfig(
+        compile=True, pad_trees=True, stop_drafting=StopDrafting.marginal, draft_tokens=3, max_new_tokens=40
+    )
+    decoder, params = build_decoder(target, draft, decode), Params.of(decode, 0)
+    assert decoder.compiled is not None
+    met = set(decoder.compiled.forwards)
+    assert {shape[1][2] for shape in met} == {1, 4}
+    eager = Decoder(target, PlainDrafter()).generate([5, 6, 7], params)
+    assert decoder.generate([5, 6, 7], params).tokens == eager.tokens
+    assert set(decoder.compiled.forwards) == met

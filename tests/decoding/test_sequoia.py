@@ -289,6 +289,18 @@ def test_a_shape_comes_back_from_its_file(tmp_path: Path) -> None:
         ({"paths": None}, r"is not a tree's shape"),
         ({"conditions": {"temprature": 1}}, r"unknown conditions: temprature"),
         ({"conditions": None}, r"is not a tree's shape"),
+        ({"conditions": {"temperature": "0"}}, r'its condition temperature cannot be "0"\.'),
+        ({"conditions": {"proposal": 1}}, r"proposal cannot be 1"),
+        ({"conditions": {"vectors": "abc"}}, r'vectors cannot be "abc"'),
+        ({"conditions": {"vectors": [[]]}}, r"vectors cannot be \[\[\]\]"),
+        ({"conditions": {"vectors": [[0.5], [0.5, 0.1]]}}, r"vectors cannot be"),
+        ({"conditions": {"vectors": [[0.5, 0.6]]}}, r"vectors cannot be"),
+        ({"conditions": {"vectors": [[float("nan")]]}}, r"vectors cannot be \[\[NaN\]\]"),
+        ({"conditions": {"batch_size": 0}}, r"batch_size cannot be 0"),
+        ({"conditions": {"seconds": {}}}, r"seconds cannot be \{\}"),
+        ({"conditions": {"seconds": {"host": {"none": 0.1}}}}, r"seconds cannot be"),
+        ({"conditions": {"seconds": {"host": {"1": "0.1"}}}}, r"seconds cannot be"),
+        ({"conditions": {"seconds": {"host": {"1": 1}, "draft": []}}}, r"seconds cannot be"),
     ],
 )
 def test_a_file_that_holds_no_shape_is_refused(change: dict[str, object], says: str, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from configs.schema import (
     PredictConfig,
     TargetConfig,
 )
-from decoding.costs import Costs, Curve
+from decoding.compiled import Compiled
+from decoding.costs import Costs, Curve, Steps
 from decoding.shapes import Conditions, TreeShape, write_shape
 from eval.evidence import Acceptance, expected_tokens, scaled
 from eval.predict import Row, Times, TreeRow, advice, break_even, predict, row_of, speedup, tree_row, widest
@@ -205,7 +206,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """A pair with a measurement, on a machine whose times are those of `costs`."""
     tiny_pair(tmp_path, RUN)
     costs = Costs(Curve((1, 5), (0.010, 0.014)), 0.001)
-    monkeypatch.setattr("eval.predict.measured_costs", lambda *_: costs)
+    monkeypatch.setattr("eval.predict.measured_costs", lambda *_, **__: costs)
     monkeypatch.setattr("eval.predict.measured_drafting", lambda *_: Curve((1, 2, 3), (0.001, 0.002, 0.003)))
     config = Config(
         experiment="tiny",
@@ -295,6 +296,31 @@ def test_a_measured_setting_at_other_batch_sizes(here: Config) -> None:
     assert found["better_draft"] is None
     assert "as measured, 4 nodes on average" in screen
     assert "pays at batch sizes up to 2 of those asked" in screen
+
+
+def test_where_decoding_compiles_so_are_the_times(here: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[list[int]] = []
+
+    def costs(*_: Any, compiled: Compiled) -> Costs:
+        sizes.append(compiled.sizes)
+        return Costs(Steps((1, 6), (0.010, 0.015)), 0.001)
+
+    monkeypatch.setattr("eval.predict.measured_costs", costs)
+    here.decode.compile = True
+    write_rows(here, PLAIN, measured(**MERGED, tree_nodes=3, compiled=True))
+    found, screen = run(here)
+    # 3 by the draft, 2 by lookup, and a root: rounds over 3 or 5 nodes take what 6 do. 2 + 15 + 1 ms.
+    assert found["as_measured"][0]["speedup"] == pytest.approx(2 * 11 / 18)
+    assert sizes == [[1, 2, 3, 4, 6]] * 2
+    assert "decode.compile: 5 sizes of forwards" in screen
+    # Chains of one token have forwards compiled for 2 nodes, which take 11 ms.
+    write_rows(here, PLAIN, measured(compiled=True))
+    found, _ = run(here)
+    assert found["rows"][0]["by_length"][0] == pytest.approx(1.6 * 11 / 13)
+    assert sizes[-1] == [1, 2, 3, 4]
+    assert found["measured"]["measured"] == 1.1
+    write_rows(here, PLAIN, measured(compiled=False))  # a speedup of other forwards
+    assert run(here)[0]["measured"] is None
 
 
 def test_what_drafts_without_a_network_costs_nothing_to_draft(here: Config) -> None:

@@ -472,3 +472,6 @@ def test_what_cannot_be_profiled_is_refused(config: Config) -> None:
     (Path(config.data.folder) / "heldout.jsonl").write_text("")
     with pytest.raises(TrafficError, match="no held-out prompts"):
         shown(config)
+    config.decode.compile = True
+    with pytest.raises(ConfigError, match=r"eval\.profile is about eager forwards"):
+        shown(config)

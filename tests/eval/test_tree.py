@@ -6,6 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -26,11 +27,12 @@ from configs.schema import (
 )
 from data.tokens import REPLIES
 from decoding.build import build_decoder
-from decoding.costs import Curve
+from decoding.compiled import Compiled
+from decoding.costs import Costs, Curve, Steps
 from decoding.sequence import Params
 from decoding.sequoia import acceptance_vectors, expected_tokens
 from decoding.shapes import TreeShape, read_shape
-from eval.tree import Times, calibration, make_tree
+from eval.tree import Times, calibration, make_tree, measured
 from models.checkpoint import load_draft
 from models.files import write_text
 from models.target import Target
@@ -171,3 +173,22 @@ def test_a_draft_that_is_never_right(config: Config, monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match="took nothing of what the draft"):
         run(config)
     assert not (Path(config.runs) / RUN / "tree.json").exists()
+
+
+def test_where_decoding_compiles_trees_have_sizes_of_their_own(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[list[int]] = []
+
+    def costs(*_: Any, compiled: Compiled) -> Costs:
+        sizes.append(compiled.sizes)
+        return Costs(Steps((1, 16), (0.1, 0.4)), 0.0)
+
+    monkeypatch.setattr("eval.tree.measured_costs", costs)
+    monkeypatch.setattr("eval.tree.measured_drafting", lambda *_: Curve((1,), (0.05,)))
+    config.decode.compile = True
+    target = Target.load(config.target)
+    draft = load_draft(Path(config.runs) / RUN / "draft", target)
+    times = measured(config, target, draft, "tiny", Curve((1,), (0.01,)))
+    assert sizes == [[1, 2, 3, 4, 6, 8, 12, 16]]
+    assert times.target(6) == pytest.approx(0.2)  # and not what 16 take

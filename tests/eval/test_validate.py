@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from configs.errors import TrafficError
+from configs.errors import ConfigError, TrafficError
 from configs.schema import (
     Config,
     DataConfig,
@@ -30,7 +30,7 @@ from decoding.costs import Curve
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Round
 from eval import validate as module
-from eval.validate import Known, Way, errors, grouped, picture, rotated, row_of, timed, validate
+from eval.validate import Known, Way, errors, grouped, named, picture, rotated, row_of, timed, validate
 from models.files import write_text
 from tests.eval.samples import tiny_pair
 from tests.eval.test_tree import prompt_lines
@@ -53,15 +53,20 @@ def played(*rounds: tuple[int, float]) -> Any:
 
 
 def test_steps_count_while_the_batch_is_full() -> None:
-    # Three sequences, two at a time: the third one's last round is alone.
-    made = [played((2, 1.0), (1, 2.0)), played((3, 1.0)), played((1, 2.0), (2, 4.0))]
+    # Three sequences, two at a time: in two steps one of them has its first round, and the third one's last
+    # round is alone.
+    made = [
+        played((2, 1.0), (1, 2.0), (1, 3.0)),
+        played((3, 1.0), (1, 2.0)),
+        played((1, 3.0), (2, 4.0)),
+    ]
     decoder: Any = SimpleNamespace(batch_size=2, generate_all=lambda _: made)
     assert timed(decoder, []) == {
-        "prompts": [[3, 2], [3, 1], [3, 2]],
-        "steps": 2,
-        "seconds": 3.0,
-        "target": 1.5,
-        "draft": 0.75,
+        "prompts": [[4, 3], [4, 2], [3, 2]],
+        "steps": 1,
+        "seconds": 2.0,
+        "target": 1.0,
+        "draft": 0.5,
     }
 
 
@@ -130,7 +135,7 @@ def config(tmp_path: Path) -> Config:
     write_text(tmp_path / "data" / REPLIES, '{"id": "a1"}\n')
     held = [
         json.dumps({"id": f"h{i}", "category": "h", "prompt_ids": [9, 5 + i, 8, 9], "messages": []})
-        for i in range(4)
+        for i in range(8)
     ]
     write_text(tmp_path / "data" / "heldout.jsonl", "\n".join(held) + "\n")
     return Config(
@@ -177,7 +182,7 @@ def test_every_setting_is_predicted_and_measured(config: Config) -> None:
         assert 1 <= row["tokens"]["measured"] <= 4
         assert row["round_ms"]["measured"] >= row["round_ms"]["target"]["measured"] > 0
     assert found["errors"]["speedup"]["settings"] == 10
-    assert found["acceptance_from"] == {"prompts": 4, "trained_on": 1, "batch_size": 1, "tree_nodes": 12}
+    assert found["acceptance_from"] == {"prompts": 4, "batch_size": 1, "tree_nodes": 12}
     assert "Over 10 settings the predicted speedup is off by" in screen
 
 
@@ -196,14 +201,48 @@ def test_a_killed_run_goes_on(config: Config, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(KeyboardInterrupt):
         run(config)
     found, _ = run(config)
-    # Plain decoding and four ways at two batch sizes, in one group; four of them were there already.
-    assert len(began) == 5 + 10 - 4
+    # Four ways at two batch sizes, in one group, three and one, each time with plain decoding; four of all
+    # these runs were there already.
+    assert len(began) == 5 + 12 - 4
     assert len(found["rows"]) == 8
+
+
+def test_what_is_named_twice_is_measured_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[int] = []
+    real = module.timed
+    monkeypatch.setattr(module, "timed", lambda *given: [began.append(1), real(*given)][1])
+    config.decode.tree, config.decode.drafters = Tree.chain, [Drafting.draft]
+    # More nodes than can be accepted: both are the same tree.
+    config.validate = ValidateConfig(
+        draft_tokens=[2, 2], tree_nodes=[500, 400], lookup=False, batch_sizes=[1, 1], prompts=4
+    )
+    found, _ = run(config)
+    assert [row["drafting"].rpartition(" ")[0] for row in found["rows"]] == ["chain of", "static tree of"]
+    assert len(began) == 3  # and plain decoding
+    assert found["errors"]["speedup"]["settings"] == 2
+
+
+def test_compiled_forwards_are_refused_before_a_model_loads(config: Config) -> None:
+    config.decode.compile, config.target.name = True, "nowhere"
+    with pytest.raises(ConfigError, match=r"decode\.compile=true.*eval\.validate is about eager forwards"):
+        run(config)
+
+
+def test_drafts_have_names_of_their_own() -> None:
+    draft: Any = SimpleNamespace(method="eagle3")
+    folders = [Path(run) / "1" / "draft" for run in ("a", "b", "c")]
+    assert [*named(dict.fromkeys(folders, draft))] == ["eagle3", "eagle3 1", f"eagle3 {folders[2]}"]
 
 
 def test_too_few_prompts_for_a_batch(config: Config) -> None:
     config.validate.batch_sizes = [1, 8]
     with pytest.raises(TrafficError, match=r"4 prompts do not fill a batch of 8.*validate\.batch_sizes"):
+        run(config)
+
+
+def test_no_prompts_left_to_predict_from(config: Config) -> None:
+    config.validate.prompts = 8
+    with pytest.raises(TrafficError, match=r"All 8 held-out prompts are measured.*validate\.prompts"):
         run(config)
 
 

@@ -181,3 +181,29 @@ def test_a_profile_of_a_run_that_begins_or_ends_within_its_window(tmp_path: Path
 def test_a_profile_s_window_is_checked(window: str) -> None:
     with pytest.raises(ConfigError, match=r"logger\.profile=.*is no window"):
         compose(["+experiment=smollm2_cpu", f"logger.profile={window}"])
+
+
+@pytest.mark.parametrize(
+    ("window", "step", "silent"),
+    [
+        ([20, 22], 0, True),
+        ([100, 120], 0, True),
+        ([101, 120], 0, False),
+        ([20, 22], 21, True),
+        ([20, 22], 22, False),
+    ],
+)
+def test_a_window_without_a_step_is_said_at_the_start(
+    tmp_path: Path, window: list[int], step: int, silent: bool
+) -> None:
+    config = compose(["+experiment=smollm2_cpu", f"runs={tmp_path}", f"logger.profile={window}"])
+    printed = io.StringIO()
+    with open_run(config, {}) as run:
+        for logger in open_loggers(
+            config, run, steps=100, step=step, console=Console(file=printed, width=200)
+        ):
+            logger.close()
+    said = (
+        f"logger.profile=[{window[0]},{window[1]}] holds none of the steps that are left, {step + 1} to 100"
+    )
+    assert (said not in printed.getvalue()) == silent

@@ -16,8 +16,8 @@ from tests.train.conftest import COSTS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(overrides: list[str], *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "train.distill", *overrides, *more]
+def start(overrides: list[str], *more: str, module: str = "train.distill") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, *overrides, *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # two run side by side
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import shutil
@@ -15,6 +16,7 @@ import torch
 from rich.console import Console
 
 from configs.errors import StorageError, TargetError
+from configs.schema import Dtype, Quantize, TargetConfig
 from data.tokens import TokenRow
 from models.target import Target
 from tests.conftest import tiny_target
@@ -203,6 +205,29 @@ def test_a_changed_target_has_a_store_of_its_own_and_is_refused_another_s(tmp_pa
     moved(tmp_path, key(one, ROWS, TAPS), key(other, ROWS, TAPS))
     with pytest.raises(StorageError, match=r"of another target than asked for, .*Remove"):
         from_disk(tmp_path, other)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_features_of_another_quantisation_are_refused_by_name(tmp_path: Path) -> None:
+    saved = tiny_target()
+    saved.model.save_pretrained(tmp_path / "target")
+    saved.tokenizer.save_pretrained(tmp_path / "target")
+    whole, quantised = (
+        Target.load(
+            TargetConfig(str(tmp_path / "target"), dtype=Dtype.float32, device="cpu", quantize=quantize)
+        )
+        for quantize in (None, Quantize.int8)
+    )
+    one, other = key(whole, ROWS, TAPS), key(quantised, ROWS, TAPS)
+    from_disk(tmp_path / "features", quantised)
+    with pytest.raises(StorageError, match="of another quantisation and another target than asked for"):
+        moved(tmp_path / "features", other, one)
+        from_disk(tmp_path / "features", whole)
+    shutil.rmtree(tmp_path / "features")
+    from_disk(tmp_path / "features", whole)
+    moved(tmp_path / "features", one, other)
+    with pytest.raises(StorageError, match="of another quantisation and another target than asked for"):
+        from_disk(tmp_path / "features", quantised)
 
 
 def test_a_shard_of_another_store_is_refused(tmp_path: Path) -> None:
