@@ -216,6 +216,33 @@ def predicted(result: Json) -> str:
     return f"![predicted over measured speedup](validate.svg)\n\n{table}\n\n{said}"
 
 
+def scaled(result: Json) -> str:
+    """Every number of processes, and under what conditions in a sentence."""
+    made = [
+        (
+            str(row["processes"]),
+            row["strategy"] if row["processes"] > 1 else "",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['seconds_per_step']:.2f}",
+            f"{row['data_wait']:.1%}",
+            f"{row['speedup']:.2f}×",
+            f"{row['efficiency']:.0%}",
+        )
+        for row in result["rows"]
+    ]
+    heads = ("processes", "strategy", "tokens/s", "s a step", "data wait", "speedup", "efficiency")
+    how, recipe, machine = result["scaling"], result["recipe"], result["hardware"]
+    said = (
+        f"`{' '.join(how['overrides'])}`: {recipe['method']}, {recipe['accumulation']} micro-batches of "
+        f"{recipe['batch_tokens']} padded tokens a step, {recipe['features']} features, {recipe['autocast']}"
+        f", {recipe['optimizer']}; {result['rows'][0]['steps']} steps timed in {how['rounds']} rounds; "
+        f"{how['threads']} thread a process on {machine['cores']} cores of {machine['cpu']}, others used "
+        f"{result['load']['others_during']:.1%}; commit {(result['git'] or {}).get('commit', 'unknown')[:7]}"
+        f", {result['created'][:10]}."
+    )
+    return f"{lines(heads, made)}\n\n{said}"
+
+
 FIGURES = (
     Figure(
         "demo",
@@ -262,6 +289,14 @@ FIGURES = (
         predicted,
         lambda result: [validation(result["rows"])],
         without_config,
+    ),
+    Figure(
+        "scaling",
+        "docs/own_model.md",
+        "python -m scripts.scaling +experiment=smollm2_cpu trainer.accumulation=2 --steps 12",
+        "artifacts/scaling.json",
+        "scaling",
+        scaled,
     ),
 )
 

@@ -4,7 +4,7 @@
 #     sbatch --nodes=4 scripts/slurm.sh +experiment=llama70b trainer=fsdp2 trainer.accumulation=32
 #
 # All nodes must see the same data.folder and runs; prepare and regenerate first. Submitting it again goes on from the
-# last checkpoint, also on another number of nodes (with as many, where DeepSpeed wrote it).
+# last checkpoint, also on another number of nodes.
 #SBATCH --job-name=leadout
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

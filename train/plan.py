@@ -7,11 +7,15 @@ operations, with a data sheet's figures, between what engines reach at best and 
 (models/roofline.py). What several devices change follows from `trainer.strategy` as train/strategies.py lays
 it out:
 
-    strategy     weights of the draft                      gradients                 optimiser states
-    none, ddp    whole                                     whole                     whole
-    zero2        whole, and a cut copy                     cut, and a bucket         cut
-    fsdp2        cut; whole during forward and backward    cut; whole in backward    cut
-    zero3        as fsdp2, and a cut copy                  as fsdp2                  cut
+    strategy   weights of the draft              gradients                                  optimiser states
+    none       whole                             whole                                      whole
+    ddp        whole                             whole, always                              whole
+    zero2      whole, and a cut copy; once       cut, and a bucket; two buckets when        cut
+               more to be measured               they are reduced
+    fsdp2      cut; whole in backward and to     cut; whole in backward; twice when         cut
+               be measured, twice in forward     they are reduced
+    zero3      cut, and a cut copy; whole in     as zero2, but always                       cut
+               forward, backward, to be measured
 
 The target is whole on every device in all of them, or cut over `trainer.target_parallel` (train/sharded.py):
 its layers' matrices and K/V are, and what a layer holds while it runs is counted as if it were not.
@@ -41,6 +45,7 @@ from data.tokens import REPLIES, TOKENS, TokenRow, load, replied_rows, split_fil
 from models.files import ensure_writable, read_lines, write_json
 from models.packing import LEAST_ROWS
 from models.provenance import provenance
+from models.quantization import linear_weights, quantised_bytes
 from models.roofline import BEST, USUAL, Device, Reach, device_named, load_of
 from models.target import Target, first_line
 from train.batches import Batch, Plan, rounded
@@ -52,6 +57,7 @@ from train.memory import Phase, Rehearsal
 from train.objectives import Objective
 from train.optimizers import optimizers
 from train.sharded import cut_bytes, head_counts, refuse_uneven
+from train.strategies import BUCKET
 
 SCHEMA = "leadout.plan/1"
 
@@ -74,7 +80,6 @@ CAPTURE, FORWARD, LEARN, UPDATE, MEASURE = (
 )
 
 USABLE = 0.9  # of a device's memory; the rest is for its context, libraries' workspaces and fragments
-BUCKET = 2_000_000_000  # bytes: DeepSpeed's reduce_bucket_size, 5e8 numbers
 ROWS = 100_000  # where none are prepared
 SHARDING = (Strategy.fsdp2, Strategy.zero2, Strategy.zero3)
 
@@ -157,7 +162,8 @@ class Step:
         n, strategy = ranks(config), config.trainer.strategy
         found = {}
         for name, phase in self.phases.items():
-            held = cut(phase.held, name, strategy, n, config.trainer.target_parallel, self.divided)
+            held = cut(phase.held, name, strategy, n, 4 * self.parameters, own_share(config) > 1)
+            held = cut_target(held, config.trainer.target_parallel, self.divided)
             if name in (FORWARD, LEARN, UPDATE):  # a step's micro-batches are all there from its beginning
                 held[FEATURES] = held.get(FEATURES, 0) + (own_share(config) - 1) * self.batch
             found[name] = {part: size for part, size in held.items() if size}
@@ -169,24 +175,41 @@ class Step:
 
 
 def cut(
-    held: dict[str, int], phase: str, strategy: Strategy, n: int, parts: int, divided: int
+    held: dict[str, int], phase: str, strategy: Strategy, n: int, trained: int, several: bool
 ) -> dict[str, float]:
-    """One of `n` devices' part of `held`, by the table above; `divided` bytes of the target in `parts`."""
-    strategy = strategy if n > 1 else Strategy.none
-    found: dict[str, float] = dict(held)
-    weights, gradients = held.get(WEIGHTS, 0), held.get(GRADIENTS, 0)
-    found[TARGET] = held.get(TARGET, 0) - divided + divided / parts
-    found[CACHE] = held.get(CACHE, 0) / parts
-    if strategy in SHARDING:
-        found[STATES] = held.get(STATES, 0) / n
-    if strategy is Strategy.zero2:
-        found[WEIGHTS] = weights + weights / n
-        found[GRADIENTS] = gradients / n + min(gradients, BUCKET)
-    if strategy in (Strategy.fsdp2, Strategy.zero3):
-        whole = phase in (LEARN, MEASURE)
-        found[WEIGHTS] = weights / n * (2 if strategy is Strategy.zero3 else 1) + (weights if whole else 0)
-        found[GRADIENTS] = gradients / n if phase == UPDATE else gradients
-    return found
+    """What one of `n` devices has of the draft's parts of `held`, by the table above, in bytes.
+
+    trained: of the weights that are trained, and so of their gradients. several: whether a device has more
+    than one micro-batch of a step. An update begins with the reduction of gradients over the devices.
+    """
+    if n == 1 or phase == CAPTURE:  # features are captured before the draft is laid out
+        return dict(held)
+    weights, fresh = held.get(WEIGHTS, 0), held.get(GRADIENTS, 0) if phase == LEARN else 0
+    own, bucket = trained / n, min(trained, 4 * BUCKET)
+    earlier = own if several else 0
+    whole, measured = weights * (phase in (LEARN, MEASURE)), weights * (phase == MEASURE)
+    laid = {
+        Strategy.ddp: weights,
+        Strategy.zero2: weights + own + measured,
+        Strategy.fsdp2: weights / n + (2 if phase == LEARN else 1) * whole,
+        Strategy.zero3: weights / n + own + whole,
+    }
+    gradients = {  # at the loss, at the update, and else
+        Strategy.ddp: (trained, trained, trained),
+        Strategy.zero2: (earlier + bucket, max(earlier + 2 * bucket, 2 * own), 0),
+        Strategy.fsdp2: (earlier + fresh, earlier + 2 * trained, 0),
+        Strategy.zero3: (own + bucket, own + bucket + max(own, bucket), own + bucket),
+    }
+    learn, update, otherwise = gradients[strategy]
+    states = held.get(STATES, 0) / (1 if strategy is Strategy.ddp else n)
+    at = {LEARN: learn, UPDATE: update}.get(phase, otherwise)
+    return {**held, WEIGHTS: laid[strategy], GRADIENTS: at, STATES: states}
+
+
+def cut_target(held: dict[str, float], parts: int, divided: int) -> dict[str, float]:
+    """`held` where `divided` bytes of the target lie in `parts`."""
+    target, context = held.get(TARGET, 0), held.get(CACHE, 0)
+    return {**held, TARGET: target - divided + divided / parts, CACHE: context / parts}
 
 
 def rehearse(config: Config, method: Method, rows: Sequence[TokenRow]) -> Step:
@@ -210,7 +233,7 @@ def rehearse(config: Config, method: Method, rows: Sequence[TokenRow]) -> Step:
             average = None if trainer.ema is None else Average(objective, trainer.ema)
         batch, capture = before or featured(scene, FORWARD, source, len(rows))
         size = scene.claim([v for v in vars(batch).values() if isinstance(v, Tensor)], FEATURES)
-        learn = learned(scene, objective, batch, trainer)
+        learn = learned(scene, objective, batch, trainer, piled=piled(config))
         with scene.phase(UPDATE) as update:
             torch.nn.utils.clip_grad_norm_(trained, trainer.clip_norm)
             for one in made.values():
@@ -221,8 +244,12 @@ def rehearse(config: Config, method: Method, rows: Sequence[TokenRow]) -> Step:
         resting = {part: scene.held[part] for part in (TARGET, TEACHER, WEIGHTS, STATES, AVERAGE)}
     measure = measurement(config, target, objective.draft, resting)
     phases = {one.name: one for one in (capture, learn, update, measure)}
+    less, widest = spared(target)
     for one in phases.values():
+        one.held[TARGET] -= less
         one.held[PACKED] = packed(config, target)
+    for one in (capture, measure):
+        one.held[ACTIVATIONS] = one.held.get(ACTIVATIONS, 0) + widest
     return Step(
         phases=phases,
         micro=[learn] if cached else [capture, learn],
@@ -257,8 +284,10 @@ def settled(
     return made
 
 
-def learned(scene: Rehearsal, objective: Objective, batch: Batch, trainer: TrainerConfig) -> Phase:
-    """A micro-batch's forward and backward pass; of several in a step the second, which meets gradients."""
+def learned(
+    scene: Rehearsal, objective: Objective, batch: Batch, trainer: TrainerConfig, piled: bool
+) -> Phase:
+    """A micro-batch's forward and backward pass; where gradients pile up the second, which meets some."""
 
     def claimed(parameter: Tensor) -> None:
         scene.claim([parameter.grad], GRADIENTS)
@@ -266,7 +295,7 @@ def learned(scene: Rehearsal, objective: Objective, batch: Batch, trainer: Train
     hooks = [p.register_post_accumulate_grad_hook(claimed) for p in objective.parameters() if p.requires_grad]
     positions = objective.positions(batch)
     done = []
-    for _ in range(min(2, trainer.accumulation)):
+    for _ in range(2 if piled else 1):
         with scene.phase(LEARN) as phase:
             with torch.autocast("cpu", torch.bfloat16, enabled=trainer.autocast is Dtype.bfloat16):
                 loss = objective(batch, positions)
@@ -286,17 +315,33 @@ def measurement(config: Config, target: Target, draft: Any, resting: dict[str, i
     return Phase(MEASURE, resting | {TWIN: weights, CACHE: context})
 
 
+def spared(target: Target) -> tuple[int, int]:
+    """Of a quantised target: (bytes that its weights take less than in its dtype; the largest of them, which
+    has its dtype while it is multiplied)."""
+    if target.quantize is None:
+        return 0, 0
+    weights = list(linear_weights(target.layers))
+    less = sum(weight.nbytes - quantised_bytes(weight) for weight in weights)
+    return less, max(weight.nbytes for weight in weights)
+
+
 def packed(config: Config, target: Target) -> int:
     """Bytes of the copies that models/packing.py makes of a target on a CPU."""
     whole = config.trainer.target_parallel == 1
     if not (whole and on_cpu(config) and config.target.pack and target.dtype in LEAST_ROWS):
         return 0
-    return sum(m.weight.nbytes for m in target.model.modules() if type(m) is torch.nn.Linear)
+    every = target.model.modules() if target.quantize is None else [target.head]  # the rest is quantised
+    return sum(m.weight.nbytes for m in every if type(m) is torch.nn.Linear)
 
 
 def own_share(config: Config) -> int:
     """Micro-batches of an optimiser step that one device has."""
     return -(-config.trainer.accumulation // ranks(config))
+
+
+def piled(config: Config) -> bool:
+    """Whether a device's later micro-batches meet gradients that are not laid out by a strategy."""
+    return ranks(config) == 1 and config.trainer.accumulation > 1
 
 
 def ranks(config: Config) -> int:
@@ -429,7 +474,7 @@ class Rehearsals:
 
     def step(self, config: Config) -> Step:
         trainer, most = config.trainer, config.data.max_length
-        several = trainer.accumulation > 1
+        several = piled(config)
         key = repr((trainer.features, trainer.batch_tokens, several, most, config.method.objective))
         if key not in self._done:
             rows = batch_of(
@@ -497,7 +542,7 @@ def plan(config: Config, console: Console) -> dict[str, Any]:
         },
         "time": None if sheet is None else times(config, traffic, sheet),
         "steps": steps(config, traffic),
-        "features_bytes": disk(traffic, step) if trainer.features is Features.cached else None,
+        "features_bytes": disk(trainer, traffic, step) if trainer.features is Features.cached else None,
         "fits": fits,
         "notes": list(notes(config)),
         "changes": [asdict(change) for change in changes],
@@ -521,10 +566,11 @@ def refuse_undivided(config: Config) -> None:
         refuse_uneven(Target.sketch(config.target), parts)
 
 
-def disk(traffic: Traffic, step: Step) -> int:
-    """Bytes of cached features, as train/features.py counts them."""
-    rows = Counter(traffic.rows)
-    return sum(n * row_bytes(step.target, batch_of([size], 1)[0], step.taps) for size, n in rows.items())
+def disk(trainer: TrainerConfig, traffic: Traffic, step: Step) -> int:
+    """Bytes that cached features take at a time, as train/features.py counts them."""
+    rows, bound = Counter(traffic.rows), trainer.features_gb
+    total = sum(n * row_bytes(step.target, batch_of([size], 1)[0], step.taps) for size, n in rows.items())
+    return total if bound is None else min(total, round(bound * 1e9))
 
 
 def steps(config: Config, traffic: Traffic) -> int:
@@ -551,7 +597,11 @@ def times(config: Config, traffic: Traffic, sheet: Device) -> dict[str, Any]:
     cached = trainer.features is Features.cached  # by those that hold one target, before the others begin
     parts, summed = trainer.target_parallel, summing(config, step, sheet)
     captures = [step.capture.seconds(sheet, reach) / parts + summed for reach in (BEST, USUAL)]
-    before = [batches * capture if cached else 0.0 for capture in captures]
+    # What was removed to keep to a bound is captured again in each epoch.
+    unbounded = replace(trainer, features_gb=None)
+    kept = disk(trainer, traffic, step) == disk(unbounded, traffic, step)
+    passes = 0 if not cached else 1 if kept else trainer.epochs
+    before = [passes * batches * capture for capture in captures]
     whole = [one * count + capture for one, capture in zip(seconds, before, strict=True)]
     price = config.plan.cost_per_hour
     flops = own_share(config) * sum(phase.flops for phase in step.micro) + step.update.flops

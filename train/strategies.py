@@ -20,7 +20,7 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from configs.errors import CheckpointError, ConfigError
+from configs.errors import ConfigError
 from configs.schema import Dtype, Strategy, TrainerConfig
 from models.files import write_tensors
 from train import checkpoint
@@ -55,7 +55,7 @@ from train.optimizers import optimizers
 from train.ranks import Ranks
 
 TRAINING = "training.pt"  # in a checkpoint: optimisers, schedulers, random states of every rank
-SHARDS = "zero"  # in a checkpoint: DeepSpeed's folder
+BUCKET = 500_000_000  # gradients that DeepSpeed reduces at a time, its default
 
 Share = Callable[[int], float]  # of the peak rates at an optimiser step
 
@@ -252,6 +252,12 @@ class Ddp(Torch):
         with nullcontext() if alone else self.module.no_sync():  # gradients are averaged once a step
             return super().learn(batch, positions, counts, last)
 
+    def step(self) -> None:
+        for part in (*self.optimizers.values(), *self.schedulers):
+            part.step()
+        # The reduction's buckets are always there: gradients that stay in them take nothing beside them.
+        self.module.zero_grad(set_to_none=self.ranks.group is None)
+
 
 class Fsdp2(Torch):
     cut = True
@@ -264,7 +270,11 @@ class Fsdp2(Torch):
 
 
 class Zero(Shared):
-    """DeepSpeed, which clips and steps in one, and keeps each rank's share in files of its own."""
+    """DeepSpeed, which clips and steps in one.
+
+    A rank steps on its part of all weights laid end to end, and the optimiser's states are of such vectors.
+    A checkpoint has them whole and by parameter, so that any number of ranks can take their parts of it.
+    """
 
     cut = True
 
@@ -274,24 +284,28 @@ class Zero(Shared):
         super().__init__(objective, trainer, ranks)
         try:
             import deepspeed  # pyright: ignore[reportMissingImports]
+            import deepspeed.utils  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ConfigError(
                 f"trainer.strategy={trainer.strategy.value} needs the package deepspeed. Install the extra "
                 "`deepspeed`, as in pip install -e '.[deepspeed]', or set trainer.strategy=fsdp2."
             ) from None
         self.stage = stage
-        self.gathered: Callable[..., Any] = deepspeed.zero.GatheredParameters
+        self.deepspeed: Any = deepspeed
         self.made = self.optimizers = optimizers(objective, trainer)
-        (optimizer,) = self.optimizers.values()
+        (self.optimizer,) = self.optimizers.values()
+        self.trained = {name: p for name, p in objective.named_parameters() if p.requires_grad}
+        numbers = sum(p.numel() for p in self.trained.values())
         settings = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": trainer.clip_norm,
             "zero_allow_untested_optimizer": True,  # AdamW
-            "zero_optimization": {"stage": stage},
+            # The bucket is allocated whole, however few gradients there are.
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": min(BUCKET, numbers)},
             "steps_per_print": sys.maxsize,
         }
-        self.module, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=settings)
-        self.schedulers = [LambdaLR(optimizer, share)]
+        self.module, *_ = deepspeed.initialize(model=objective, optimizer=self.optimizer, config=settings)
+        self.schedulers = [LambdaLR(self.optimizer, share)]
         if stage == 3:  # an objective may use any of its draft's weights itself, past their modules
             for parameter in objective.parameters():
                 deepspeed.zero.register_external_parameter(objective, parameter)
@@ -312,32 +326,74 @@ class Zero(Shared):
         for scheduler in self.schedulers:
             scheduler.step()
 
-    def save(self, folder: Path, state: State, average: Average | None) -> None:
-        super().save(folder, state, average)
-        if not self.ranks.first:
-            self.write_share(None)
-
-    def save_state(self, folder: str) -> None:
-        self.write_share(folder)
-        super().save_state(folder)
-
-    def write_share(self, folder: str | None) -> None:
-        """Each rank writes into the folder that rank 0 made."""
-        self.module.save_checkpoint(self.ranks.told(lambda: folder), tag=SHARDS)
-        self.ranks.meet()
+    def gathered(self, changed: bool) -> AbstractContextManager[Any]:
+        """Inside the block parameters are whole; with `changed` rank 0's are everybody's after it."""
+        every = list(self.objective.parameters())
+        return self.deepspeed.zero.GatheredParameters(every, 0 if changed else None, enabled=self.stage == 3)
 
     def weights(self) -> dict[str, Tensor]:
-        with self.gathered(list(self.objective.parameters()), enabled=self.stage == 3):
+        with self.gathered(changed=False):
             return super().weights()
 
+    def vectors(self) -> list[nn.Parameter]:
+        """What this rank steps on: one for each group of the optimiser, or several."""
+        zero = self.module.optimizer
+        return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+
+    def link(self) -> None:
+        """Tells parameters where their states are. DeepSpeed does when the first group of the optimiser has
+        stepped for the first time, and the others have no states yet."""
+        if self.stage == 2:
+            for group, vector in zip(self.module.optimizer.bit16_groups, self.vectors(), strict=True):
+                self.deepspeed.utils.lazy_init_hp_params_optimizer_state(group, vector, self.optimizer.state)
+
+    def parts(self) -> dict[str, Any]:
+        first, *_ = self.vectors()
+        states = self.optimizer.state.get(first, {})  # none before the first step
+        if states:
+            self.link()
+        whole: dict[str, dict[str, Tensor]] = {key: {} for key in states if states[key].shape == first.shape}
+        for key, found in whole.items():
+            for name, parameter in self.trained.items():
+                value = self.deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+                if self.ranks.first:
+                    found[name] = value.cpu().clone()
+        counts = {key: value.cpu() for key, value in states.items() if key not in whole}
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return super().parts() | {"states": whole, "counts": counts, "rates": rates}
+
     def load_parts(self, folder: Path, kept: dict[str, Any]) -> None:
-        if (wrote := len(kept["random"])) != self.ranks.size:
-            raise CheckpointError(
-                f"This run's checkpoints were written by {wrote} processes, and DeepSpeed reads them with as "
-                f"many only: start {wrote} (now {self.ranks.size}). Any number can read those of "
-                "trainer.strategy=fsdp2."
-            )
-        self.module.load_checkpoint(str(folder), tag=SHARDS)
+        weights = safetensors.torch.load_file(folder / WEIGHTS)
+        with torch.no_grad(), self.gathered(changed=True):
+            for name, own in self.objective.state_dict(keep_vars=True).items():
+                if name in weights:  # a tied one is there once
+                    own.copy_(weights[name])
+        self.module.optimizer.refresh_fp32_params()
+        for group, rate in zip(self.optimizer.param_groups, kept["rates"], strict=True):
+            group["lr"] = rate
+        if kept["states"]:
+            self.load_states(kept["states"], kept["counts"])
+
+    def load_states(self, whole: dict[str, dict[str, Tensor]], counts: dict[str, Tensor]) -> None:
+        """Makes the states that the optimiser's first step would make, and fills them."""
+        for vector in self.vectors():
+            states = {key: torch.zeros_like(vector) for key in whole}
+            counted = {key: value.to(vector.device, copy=True) for key, value in counts.items()}
+            self.optimizer.state[vector] = states | counted
+        self.link()
+        for key, found in whole.items():
+            for name, parameter in self.trained.items():
+                self.load_state_of(parameter, key, found[name])
+
+    def load_state_of(self, parameter: Any, key: str, whole: Tensor) -> None:
+        """This rank's part of one state of one parameter."""
+        if self.stage == 2:
+            self.deepspeed.utils.safe_set_full_optimizer_state(parameter, whole, key)
+            return
+        # safe_set_full_optimizer_state of DeepSpeed 0.19 fails here where ranks do not divide a parameter.
+        size, n = parameter.ds_tensor.numel(), self.ranks.size
+        parts = nn.functional.pad(whole.flatten(), (0, size * n - whole.numel())).view(n, size)
+        self.deepspeed.utils.safe_set_local_optimizer_state(parameter, parts[self.ranks.rank], key)
 
 
 STRATEGIES: dict[Strategy, Callable[..., Laid]] = {

@@ -194,6 +194,14 @@ def test_portable_names_a_command_for_each_reader(tmp_path: Path) -> None:
         assert program in commands
 
 
+def test_openvino_reads_the_portable_folder(tmp_path: Path, target: Target, draft: Eagle3) -> None:
+    assert LAYOUTS["openvino"](draft, target).config == portable(draft, target).config
+    with pytest.raises(CheckpointError, match=r"for openvino: OpenVINO GenAI taps \[2, 4, 5\]"):
+        LAYOUTS["openvino"](tiny_draft(target, taps=[1, 4, 5]), target)
+    converted = serve("openvino", "some/target", tmp_path, 4).splitlines()[1]
+    assert shlex.split(converted)[-2:] == ["--trust-remote-code", "draft-ov"]
+
+
 # ---- deliberate damage ----
 
 

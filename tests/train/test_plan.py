@@ -30,12 +30,14 @@ from train.features import Online
 from train.memory import Phase, Rehearsal
 from train.optimizers import optimizers
 from train.plan import (
+    ACTIVATIONS,
     CACHE,
     CAPTURE,
     FEATURES,
     FORWARD,
     GRADIENTS,
     LEARN,
+    MEASURE,
     STATES,
     TARGET,
     UPDATE,
@@ -43,6 +45,7 @@ from train.plan import (
     Rehearsals,
     batch_of,
     cut,
+    cut_target,
     plan,
     planned_method,
     rehearse,
@@ -254,6 +257,32 @@ def test_all_micro_batches_of_a_step_lie_in_memory_and_the_second_meets_gradient
     assert two[LEARN][GRADIENTS] == one[UPDATE][GRADIENTS]
 
 
+def test_a_quantised_target_takes_a_byte_for_a_number_and_one_matrix_whole_while_it_is_multiplied(
+    folder: Path,
+) -> None:
+    whole = phases(config_of(folder, "target.dtype=bfloat16"))
+    int8 = phases(config_of(folder, "target.dtype=bfloat16", "target.quantize=int8"))
+    # Eight layers, each with 36,864 numbers in 512 rows; the widest matrices are [128, 64].
+    less = 8 * (2 * 36_864 - (36_864 + 5 * 512))
+    assert {name: held[TARGET] - int8[name][TARGET] for name, held in whole.items()} == dict.fromkeys(
+        whole, less
+    )
+    grown = {name: int8[name].get(ACTIVATIONS, 0) - held.get(ACTIVATIONS, 0) for name, held in whole.items()}
+    assert grown == dict.fromkeys(whole, 0) | {FORWARD: 2 * 128 * 64, MEASURE: 2 * 128 * 64}
+
+
+def test_a_bound_on_the_disk_has_features_captured_in_each_epoch(folder: Path, tmp_path: Path) -> None:
+    asked = ["trainer.features=cached", "trainer.epochs=3", "plan.device=h100", "plan.rows=100"]
+    asked += ["plan.length=100", f"plan.output={tmp_path}"]
+    whole, bounded = (
+        plan(config_of(folder, *asked, *more), Console(quiet=True))
+        for more in ([], ["trainer.features_gb=0.0001"])
+    )
+    assert bounded["features_bytes"] == 100_000 < whole["features_bytes"]
+    once, often = (one["time"]["seconds_of_capture"] for one in (whole, bounded))
+    assert often == pytest.approx([3 * seconds for seconds in once])
+
+
 @pytest.mark.parametrize(
     "method", ["eagle1", "hydra", "medusa2", "mlp_speculator", "dflash", "small"]
 )  # the others are compared with real steps above
@@ -277,25 +306,65 @@ def test_an_acceptance_head_is_not(folder: Path) -> None:
 # ---- devices ----
 
 
+# A draft of 88 bytes, 80 of them trained: a quarter of its gradients is 20, and a bucket has room for all.
 @pytest.mark.parametrize(
-    ("strategy", "weights", "gradients", "states"),
+    ("strategy", "phase", "several", "weights", "gradients"),
     [
-        (Strategy.none, 80, 80, 160),
-        (Strategy.ddp, 80, 80, 160),
-        (Strategy.zero2, 80 + 20, 20 + 80, 40),  # a bucket holds all of so few
-        (Strategy.fsdp2, 20 + 80, 80, 40),
-        (Strategy.zero3, 20 + 20 + 80, 80, 40),
+        (Strategy.ddp, FORWARD, True, 88, 80),
+        (Strategy.ddp, LEARN, False, 88, 80),  # not the 60 that were rehearsed
+        (Strategy.ddp, LEARN, True, 88, 80),
+        (Strategy.ddp, UPDATE, True, 88, 80),
+        (Strategy.zero2, FORWARD, True, 88 + 20, 0),
+        (Strategy.zero2, LEARN, False, 88 + 20, 80),
+        (Strategy.zero2, LEARN, True, 88 + 20, 20 + 80),
+        (Strategy.zero2, UPDATE, True, 88 + 20, 20 + 80 + 80),
+        (Strategy.zero2, MEASURE, True, 88 + 20 + 88, 0),
+        (Strategy.fsdp2, FORWARD, True, 22, 0),
+        (Strategy.fsdp2, LEARN, False, 22 + 88 + 88, 60),
+        (Strategy.fsdp2, LEARN, True, 22 + 88 + 88, 20 + 60),
+        (Strategy.fsdp2, UPDATE, True, 22, 20 + 80 + 80),
+        (Strategy.fsdp2, MEASURE, True, 22 + 88, 0),
+        (Strategy.zero3, FORWARD, True, 22 + 20, 20 + 80),
+        (Strategy.zero3, LEARN, True, 22 + 20 + 88, 20 + 80),
+        (Strategy.zero3, UPDATE, False, 22 + 20, 20 + 80 + 80),
+        (Strategy.zero3, MEASURE, True, 22 + 20 + 88, 20 + 80),
     ],
 )
-def test_what_is_cut_over_four_devices(strategy: Strategy, weights: int, gradients: int, states: int) -> None:
-    held = {TARGET: 400, WEIGHTS: 80, GRADIENTS: 80, STATES: 160}
-    found = cut(held, LEARN, strategy, 4, 1, divided=300)
-    assert found == {TARGET: 400, WEIGHTS: weights, GRADIENTS: gradients, STATES: states, CACHE: 0}
+def test_what_is_cut_over_four_devices(
+    strategy: Strategy, phase: str, several: bool, weights: int, gradients: int
+) -> None:
+    held = {WEIGHTS: 88, GRADIENTS: 60, STATES: 160}
+    found = cut(held, phase, strategy, 4, trained=80, several=several)
+    states = 160 if strategy is Strategy.ddp else 40
+    assert found == {WEIGHTS: weights, GRADIENTS: gradients, STATES: states}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gradients"), [(Strategy.zero2, 3 + 2 + 2), (Strategy.zero3, 3 + 2 + 3)]
+)
+def test_a_bucket_has_room_for_two_gigabytes(strategy: Strategy, gradients: int) -> None:
+    """Of gradients of 6 GB on two devices: half of them, a bucket, and a second one or the update's copy."""
+    found = cut({}, UPDATE, strategy, 2, trained=6_000_000_000, several=True)
+    assert found[GRADIENTS] == gradients * 1e9
+
+
+@pytest.mark.parametrize(("n", "phase"), [(1, LEARN), (4, CAPTURE)])
+def test_one_device_and_a_capture_before_training_cut_nothing(n: int, phase: str) -> None:
+    assert cut({WEIGHTS: 88}, phase, Strategy.zero3, n, trained=80, several=True) == {WEIGHTS: 88}
 
 
 def test_of_a_target_over_four_devices_a_quarter_and_what_stays_whole() -> None:
-    found = cut({TARGET: 400, CACHE: 80}, LEARN, Strategy.ddp, 4, 4, divided=300)
-    assert (found[TARGET], found[CACHE]) == (100 + 75, 20)
+    assert cut_target({TARGET: 400, CACHE: 80}, 4, divided=300) == {TARGET: 100 + 75, CACHE: 20}
+
+
+def test_gradients_of_several_devices_are_not_piled_up_beside_those_that_are_laid_out(folder: Path) -> None:
+    two = ["trainer.accumulation=4", "plan.devices=2"]
+    held = phases(config_of(folder, *two, "trainer.strategy=ddp"))
+    trained = held[UPDATE][GRADIENTS]
+    assert held[LEARN][GRADIENTS] == trained
+    # Half of the first micro-batch's, and at the peak only some of the second's.
+    cut_ones = phases(config_of(folder, *two, "trainer.strategy=fsdp2"))[LEARN][GRADIENTS]
+    assert trained / 2 <= cut_ones < 1.5 * trained
 
 
 # ---- rows and the command ----

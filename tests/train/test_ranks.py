@@ -30,7 +30,6 @@ from train.loop import Training
 ROOT = Path(__file__).resolve().parents[2]
 # Micro-batches of two rows: 16 in an epoch, in steps of five. So an epoch's last step has one, and the second
 # process none of it; of the others the first process has three and the second two.
-STEPS = 16
 COMMON = [
     "trainer.batch_tokens=128",
     "trainer.accumulation=5",
@@ -39,7 +38,10 @@ COMMON = [
     "trainer.eval_every=6",
     "trainer.save_every=5",
 ]
-MUON = ["trainer.optimizer=muon", "trainer.epochs=1"]
+# As long as it takes for a difference to grow.
+STEPS = 50
+LONG = ["trainer.epochs=13", f"trainer.max_steps={STEPS}", "trainer.eval_every=25"]
+MUON = ["trainer.optimizer=muon", "trainer.max_steps=4"]
 NEEDS_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
@@ -81,15 +83,19 @@ def mortal(step: Any, last: int) -> Any:
     return until
 
 
-def worker(rank: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
+def worker(rank: int, size: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
     for job, port in zip(jobs, ports, strict=True):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
         job.run()
 
 
 def in_two_processes(jobs: Sequence[Job]) -> None:
-    spawn(worker, (jobs, [free_port() for _ in jobs]), nprocs=2)
+    in_processes(2, jobs)
+
+
+def in_processes(size: int, jobs: Sequence[Job]) -> None:
+    spawn(worker, (size, jobs, [free_port() for _ in jobs]), nprocs=size)
 
 
 def free_port() -> int:
@@ -148,7 +154,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str]
     made = {}
     for method in ("eagle3", "medusa"):
         folder = tmp_path_factory.mktemp(method)
-        overrides = recipe(method, write_workspace(folder))
+        overrides = [*recipe(method, write_workspace(folder)), *LONG]
         Job([*overrides, f"runs={folder / 'alone'}"]).run()
         made[method] = overrides, folder / "alone"
     return made
@@ -198,6 +204,20 @@ def test_a_run_of_two_processes_goes_on_in_one(alone: dict[str, tuple[list[str],
     Job([*overrides, "trainer.strategy=fsdp2", f"runs={cut / 'dead'}"]).run()
 
     assert figures(cut / "dead") == pytest.approx(figures(runs), rel=1e-5, abs=1e-6)
+
+
+# Three do not divide the draft's norms.
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("strategy", [pytest.param(one, marks=NEEDS_DEEPSPEED) for one in ("zero2", "zero3")])
+def test_deepspeed_goes_on_in_another_number_of_processes(
+    alone: dict[str, tuple[list[str], Path]], tmp_path: Path, strategy: str, sizes: tuple[int, int]
+) -> None:
+    overrides, runs = alone["eagle3"]
+    moved = [*overrides, f"trainer.strategy={strategy}", f"runs={tmp_path / 'moved'}"]
+    in_processes(sizes[0], [Job(moved, dies_after=7)])
+    in_processes(sizes[1], [Job(moved)])
+
+    assert figures(tmp_path / "moved") == pytest.approx(figures(runs), rel=1e-5, abs=1e-6)
 
 
 def test_muon_on_cut_matrices_is_muon(alone: dict[str, tuple[list[str], Path]], cut: Path) -> None:
