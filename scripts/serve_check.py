@@ -61,19 +61,23 @@ from models.target import Target, write_target
 from scripts.engines import Counts, Engine, EngineError, Proposed, Reply, Setting, counts_of
 from scripts.engines.assisted import AssistedEngine
 from scripts.engines.llama_server import LlamaEngine
+from scripts.engines.openvino_pipeline import OpenVinoEngine
 from scripts.engines.vllm_server import VllmEngine
 
 ENGINES: dict[str, Engine] = {
-    engine.name: engine for engine in (VllmEngine(), AssistedEngine(), LlamaEngine())
+    engine.name: engine for engine in (VllmEngine(), AssistedEngine(), LlamaEngine(), OpenVinoEngine())
 }
 CHECKS = (  # --all: engine, experiment
     ("vllm", "smollm2_cpu"),
     ("vllm", "smollm2_small"),
     ("vllm", "smollm2_medusa"),
     ("vllm", "smollm2_eagle1"),
+    ("vllm", "smollm2_peagle"),
+    ("vllm", "smollm2_dflash"),
     ("transformers", "smollm2_small"),
     ("llama.cpp", "smollm2_small"),
     ("llama.cpp", "smollm2_cpu"),
+    ("openvino", "smollm2_small"),
 )
 WORK = Path("artifacts/serve_check")
 DEPTH = re.compile(r"(?:num_speculative_tokens\"?: |--spec-draft-n-max |num_assistant_tokens ?= ?)(\d+)")

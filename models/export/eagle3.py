@@ -7,7 +7,8 @@
 | `sglang` | `midlayer` | `eagle_config`, one less | SGLang 0.5.23, `srt/models/llama_eagle3.py` |
 | `tensorrt_llm` | `midlayer` | the serving command | TensorRT-LLM, `_torch/models/modeling_speculative.py` |
 | `llama_cpp` | either | top-level ids | llama.cpp b11434, `conversion/llama.py`, into a GGUF file |
-| `portable` | `midlayer` | the default | the above; OpenVINO: optimum-intel 2.2, `exporters/openvino/` |
+| `openvino` | `midlayer` | the default | optimum-intel 2.2, `exporters/openvino/` |
+| `portable` | `midlayer` | the default | the above but TensorRT-LLM |
 
 All but `speculators` are a plain HF config (`LlamaForCausalLMEagle3`, model type llama). Where engines
 disagree or fall silent, this file decides:
@@ -31,6 +32,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ import torch
 from torch import Tensor
 
 from models.eagle3 import Eagle3, Eagle3Shape
-from models.export import gguf
+from models.export import gguf, openvino
 from models.export.agreement import expect, same
 from models.export.layout import Layout
 from models.export.llama import (
@@ -111,11 +113,11 @@ def llama_cpp(draft: Eagle3, target: Target) -> Layout:
     return Layout(made.tensors, made.config | original_context(draft.shape), newer)
 
 
-def portable(draft: Eagle3, target: Target) -> Layout:
+def portable(draft: Eagle3, target: Target, engine: str = "portable") -> Layout:
     """What vLLM, SGLang, llama.cpp and OpenVINO read alike: their default taps and no flag."""
     if draft.shape.taps != engines_taps(target):
         refuse_for(
-            "portable",
+            engine,
             [
                 (
                     True,
@@ -140,6 +142,7 @@ LAYOUTS: dict[str, Callable[[Eagle3, Target], Layout]] = {
     "speculators": speculators,
     "tensorrt_llm": tensorrt_llm,
     "llama_cpp": llama_cpp,
+    "openvino": partial(portable, engine="openvino"),
     "portable": portable,
 }
 
@@ -186,13 +189,15 @@ def original_context(shape: Eagle3Shape) -> dict[str, int]:
 def refuse(engine: str, draft: Eagle3) -> None:
     """Raises `CheckpointError` with every reason why `engine` would serve this draft as another network."""
     shape: Eagle3Shape = draft.shape
+    everywhere = [*beyond_sglang(shape), *beyond_llama_cpp(shape), *beyond_openvino(shape)]
     beyond: dict[str, list[Reason]] = {
         "vllm": [],
         "sglang": beyond_sglang(shape),
         "speculators": beyond_speculators(shape),
         "tensorrt_llm": beyond_tensorrt_llm(shape),
         "llama_cpp": beyond_llama_cpp(shape),
-        "portable": [*beyond_sglang(shape), *beyond_llama_cpp(shape), *beyond_openvino(shape)],
+        "openvino": everywhere,
+        "portable": everywhere,
     }
     refuse_for(engine, [*unverifiable(shape), *beyond[engine]])
 
@@ -299,13 +304,11 @@ def serve(engine: str, target: str, folder: Path, draft_tokens: int) -> str:
             return tensorrt_command(target, folder, draft_tokens)
         case "llama_cpp":
             return llama_cpp_commands(target, folder, draft_tokens)
+        case "openvino":
+            return openvino.commands(target, str(folder.resolve()), draft_tokens, "--trust-remote-code")
         case _:
-            openvino = ["optimum-cli", "export", "openvino", "-m", str(folder.resolve())]
-            openvino += ["--task", "text-generation-with-past", "--trust-remote-code", "draft-ov"]
-            readers = [
-                serve(reader, target, folder, draft_tokens) for reader in ("vllm", "sglang", "llama_cpp")
-            ]
-            return "\n".join([*readers, shlex.join(openvino)])
+            readers = ("vllm", "sglang", "llama_cpp", "openvino")
+            return "\n".join(serve(reader, target, folder, draft_tokens) for reader in readers)
 
 
 def tensorrt_command(target: str, folder: Path, draft_tokens: int) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.errors import CheckpointError
-from models.export import gguf
+from models.export import gguf, openvino
 from models.export.agreement import TOLERANCE, expect, same_choices
 from models.export.layout import Layout, whole_head
 from models.small import Factored, Small, causal_model, without_progress_bars
@@ -126,27 +126,10 @@ def serve(engine: str, target: str, folder: Path, draft_tokens: int) -> str:
             server += ["--spec-type", "draft-simple", "--spec-draft-n-max", str(draft_tokens)]
             lines = [gguf.words(target, "target.gguf"), gguf.words(draft, str(gguf.file(folder))), server]
         case "openvino":
-            lines = [
-                openvino_export(target, "target-ov"),
-                openvino_export(draft, "draft-ov"),
-                ["python", "-c", openvino_program(draft_tokens)],
-            ]
+            return openvino.commands(target, draft, draft_tokens)
         case _:
             lines = [["python", "-c", assisted_program(target, draft, draft_tokens)]]
     return "\n".join(shlex.join(words) for words in lines)
-
-
-def openvino_export(model: str, output: str) -> list[str]:
-    options = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
-    return ["optimum-cli", "export", "openvino", "-m", model, *options, output]
-
-
-def openvino_program(draft_tokens: int) -> str:
-    return (
-        'import openvino_genai as g; pipe = g.LLMPipeline("target-ov", "CPU", '
-        'scheduler_config=g.SchedulerConfig(), draft_model=g.draft_model("draft-ov", "CPU")); '
-        f'print(pipe.generate("Hello!", max_new_tokens=64, num_assistant_tokens={draft_tokens}))'
-    )
 
 
 def assisted_program(target: str, draft: str, draft_tokens: int) -> str:

@@ -4,6 +4,9 @@ Names: `midlayer.*` (the authors, SpecForge, SGLang) and `layers.0.*` (vLLM, spe
 the same layer. Read from SafeAILab/EAGLE `eagle/model/cnets.py`, vLLM 0.32 `llama_eagle3.py` and
 `speculators/algos.py`, SGLang 0.5.23 `llama_eagle3.py`, speculators 0.9, Model-Optimizer 0.47.
 
+Model-Optimizer trains a little else than its files say: layer 0 norms g by `input_layernorm` before
+`hidden_norm`, and nothing scales the rotary embedding (`note_scaling`). Read here is what engines serve.
+
 Which layers are tapped (`tapped_layers`) and whether the residual is the normed state
 (`normed_residual`) is not in the tensors, and toolkits mean different things by the same words.
 """
@@ -67,12 +70,27 @@ def from_tensors(
         with_vocabulary(state, ids, ["lm_head.weight"], layers.vocab_size, notes)
     # The target's width is the file's word for it; without one, drafts are as wide as their target.
     width = config.get("target_hidden_size") or layers.hidden_size
+    flags = {flag: bool(config.get(flag, False)) for flag in ("norm_before_fc", "fc_norm", "norm_output")}
+    inner = config.get("eagle_config") or {}
+    if "norm_before_fc" in inner:  # where vLLM looks first
+        flags["norm_before_fc"] = bool(inner["norm_before_fc"])
     network = layer_fields(layers, width, len(state["lm_head.weight"])) | {
         "taps": tapped_layers(published, state.get("fc.weight"), width, target, choices, notes),
         "norm_before_residual": normed_residual(published, choices, notes),
-        **{flag: bool(config.get(flag, False)) for flag in ("norm_before_fc", "fc_norm", "norm_output")},
+        **flags,
     }
+    note_scaling(inner, network["rope_parameters"]["rope_type"], notes)
     return Draft(method, network, state, embedding, notes)
+
+
+def note_scaling(inner: Mapping[str, object], kind: str, notes: list[str]) -> None:
+    """Model-Optimizer trains without a scaled rotary embedding and writes one into config.json
+    (`eagle_export_rope_scaling`, YaRN by default), by which every engine then turns. So does Leadout."""
+    if "use_last_layernorm" in inner and kind != "default":
+        notes.append(
+            f"turned by {kind} as in config.json and in engines, which Model-Optimizer writes over a draft "
+            "trained without; with rope_scaling null there it is measured as it was trained"
+        )
 
 
 def normed_residual(published: Published, choices: ImportsConfig, notes: list[str]) -> bool:

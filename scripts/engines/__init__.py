@@ -4,9 +4,10 @@
 the complete list of pinned packages in scripts/engines/<name>.txt: engines pin their own torch and
 transformers, which would not fit beside ours. An engine is a class with `open`, in a file of its own here:
 
-    vllm_server.py    vLLM's OpenAI-compatible server, its CPU build
-    llama_server.py   llama.cpp's server, prebuilt, with GGUF files made by llama.cpp's converter
-    assisted.py       transformers' assisted generation, in this process and our own environment
+    vllm_server.py         vLLM's OpenAI-compatible server, its CPU build
+    llama_server.py        llama.cpp's server, prebuilt, with GGUF files made by llama.cpp's converter
+    openvino_pipeline.py   OpenVINO GenAI's LLMPipeline, with models converted by optimum-intel
+    assisted.py            transformers' assisted generation, in this process and our own environment
 
 One engine's trouble is an `EngineError`, which becomes a row of the results.
 """
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Protocol
 
 from configs.errors import LeadoutError
+from models.checkpoint import draft_hash
+from models.hub import slug
 
 ENVIRONMENTS = Path(".engines")
 
@@ -87,6 +90,13 @@ class Engine(Protocol):
     def open(self, setting: Setting, speculate: bool) -> AbstractContextManager[Server]:
         """A server with the draft, or of the target alone. Raises `EngineError` with what the engine said."""
         ...
+
+
+def fingerprint(model: Path | str) -> str:
+    """Tells what was converted from one model from what was from another: by its config and weights, or its
+    name on the hub."""
+    folder = Path(model)
+    return draft_hash(folder)[:12] if folder.is_dir() else slug(str(model))
 
 
 def rounds_of(reply: list[int], chains: list[list[int]], first: int) -> list[Proposed]:

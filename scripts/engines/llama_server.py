@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 
 from models.files import write_atomic
-from scripts.engines import Counts, EngineError, Reply, Setting
+from scripts.engines import Counts, EngineError, Reply, Setting, fingerprint
 from scripts.engines.environment import python_of, versions
 from scripts.engines.process import free_port, last_words, serving
 
@@ -74,7 +74,7 @@ def site_packages() -> Path:
 def gguf(model: Path, name: str, setting: Setting, packages: Path) -> Path:
     """The GGUF file of a plain model's folder in `setting.work`, made by the converter unless it is there."""
     kind = OUTTYPES[setting.dtype]
-    path = setting.work / f"{name}-{kind}.gguf"
+    path = setting.work / f"{name}-{fingerprint(model)}-{kind}.gguf"
     log = setting.work / f"convert-{name}.log"
 
     def convert(temporary: Path) -> None:

@@ -1,15 +1,19 @@
-"""A server as a child process: started, waited for until it answers, and always stopped."""
+"""An engine as a child process: started, waited for until it answers, and always stopped. A server answers
+over HTTP, a program without one by lines of JSON."""
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -30,24 +34,71 @@ def serving(
     What it prints goes to `log`. Raises `EngineError`, quoting that, where it stops or does not get ready
     within `wait` seconds. At the end the whole process group is ended.
     """
+    here = f"http://127.0.0.1:{port}"
+    with (
+        started(command, environment, log) as process,
+        httpx.Client(base_url=here, timeout=REPLY_SECONDS, trust_env=False) as client,  # no proxies
+    ):
+        until_ready(client, process, log, wait)
+        try:
+            yield client
+        except httpx.HTTPError as error:
+            raise EngineError(f"The engine did not answer ({error}). {last_words(log)}") from error
+
+
+@contextmanager
+def conversing(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, wait: float = REPLY_SECONDS
+) -> Iterator[Callable[[Any], Any]]:
+    """A function that sends the program a value and returns its answer, each a line of JSON.
+
+    What else it prints, on stderr, goes to `log`. The function raises `EngineError`, quoting that, where the
+    program stops or does not answer within `wait` seconds.
+    """
+    with started(command, environment, log, piped=True) as process:
+        requests, answers = process.stdin, process.stdout
+        assert requests is not None and answers is not None
+
+        def ask(value: Any) -> Any:
+            with suppress(BrokenPipeError):  # it has stopped, which reading its answer tells with the reason
+                requests.write(json.dumps(value).encode() + b"\n")
+                requests.flush()
+            if not select.select([answers], [], [], wait)[0]:
+                raise EngineError(f"The engine did not answer within {wait:.0f} s. {last_words(log)}")
+            line = answers.readline()
+            if not line:
+                raise EngineError(f"The engine stopped with status {process.wait()}. {last_words(log)}")
+            return json.loads(line)
+
+        yield ask
+
+
+@contextmanager
+def started(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, piped: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of `command`, whose whole group is ended at the end. It prints to `log`; `piped`: what it
+    reads and prints are pipes, and stderr goes there."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w", encoding="utf-8") as out:
         out.write(" ".join(command) + "\n")
         out.flush()
         process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=os.environ | environment, start_new_session=True
+            command,
+            stdin=subprocess.PIPE if piped else None,
+            stdout=subprocess.PIPE if piped else out,
+            stderr=out,
+            env=os.environ | environment,
+            start_new_session=True,
         )
-    # No proxies: the server is on this machine.
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=REPLY_SECONDS, trust_env=False)
     try:
-        with client:
-            until_ready(client, process, log, wait)
-            try:
-                yield client
-            except httpx.HTTPError as error:
-                raise EngineError(f"The engine did not answer ({error}). {last_words(log)}") from error
+        yield process
     finally:
         stop(process)
+        for pipe in (process.stdin, process.stdout):
+            with suppress(BrokenPipeError):  # of a request that was never read
+                if pipe is not None:
+                    pipe.close()
 
 
 def until_ready(client: httpx.Client, process: subprocess.Popen[bytes], log: Path, wait: float) -> None:

@@ -24,6 +24,8 @@ from models.draft import DraftNetwork
 from models.eagle1 import Eagle1
 from models.eagle1 import NetworkConfig as Eagle1Config
 from models.eagle3 import Eagle3
+from models.export.eagle3 import check_steps
+from models.export.reference import Eagle3Reading, rope_fields, rotate, rotation
 from models.imports import read_published
 from models.medusa import Medusa
 from models.medusa import NetworkConfig as MedusaConfig
@@ -200,6 +202,126 @@ def test_all_flags_of_speculators(tmp_path: Path, target: Target) -> None:
     draft = tiny_draft(target, taps=[1, 3, 6], **flags)
     config = speculators(eagle_aux_hidden_state_layer_ids=[1, 3, 6], **flags)
     same(load_draft(publish(tmp_path / "d", draft.state_dict(), config), target), draft)
+
+
+def test_norm_before_fc_in_eagle_config(tmp_path: Path, target: Target) -> None:
+    """Where vLLM looks for it first."""
+    draft = tiny_draft(target, taps=[2, 4, 5], norm_before_fc=True)
+    config = llama(draft_vocab_size=48, eagle_config={"norm_before_fc": True})
+    same(load_draft(publish(tmp_path / "d", draft.state_dict(), config), target), draft)
+
+
+def modelopt(**changes: Any) -> dict[str, Any]:
+    """config.json as Model-Optimizer's exporter (0.47) writes it, but for the sizes, which are
+    `tiny_target`'s: three taps of 8 layers named by their outputs, YaRN, and its own settings."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 32,
+        "initializer_range": 0.01,
+        "intermediate_size": 64,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+        "pad_token_id": 2,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "5.24.0",
+        "use_cache": True,
+        "vocab_size": 64,
+        "draft_vocab_size": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": 8,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rope_theta": 10000,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": 1,
+        },
+    } | changes
+
+
+MODELOPT_TENSORS = [
+    "fc.weight",
+    "layers.0.hidden_norm.weight",
+    "layers.0.input_layernorm.weight",
+    "layers.0.mlp.down_proj.weight",
+    "layers.0.mlp.gate_proj.weight",
+    "layers.0.mlp.up_proj.weight",
+    "layers.0.post_attention_layernorm.weight",
+    "layers.0.self_attn.k_proj.weight",
+    "layers.0.self_attn.o_proj.weight",
+    "layers.0.self_attn.q_proj.weight",
+    "layers.0.self_attn.v_proj.weight",
+    "lm_head.weight",
+    "norm.weight",
+]
+
+
+class OldRopeReading(Eagle3Reading):
+    """A reading by `rope_theta` and `rope_scaling`, where there are no `rope_parameters`."""
+
+    def turned(self, x: Tensor, positions: Tensor) -> Tensor:
+        return rotate(x, *rotation(rope_fields(self.config, "old"), positions, self.config["head_dim"]))
+
+
+@torch.no_grad()
+def test_eagle3_as_model_optimizer_writes_it(tmp_path: Path) -> None:
+    """13 bfloat16 tensors over the whole vocabulary, without embedding. vLLM takes the same ids for
+    hidden_states, one layer early.
+
+    Theta 10000 over 8 dims: 1, 0.1, 0.01, 0.001. YaRN of 2048 positions: 326 turns; dimension of 32 turns is
+    8 ln(326 / 32) / (2 ln 10000) = 1.008, of 1 turn 2.513; from 1 to 3, so the third of the four is half
+    stretched by 32 and the last whole. Magnitude 0.1 ln 32 + 1 = 1.34657.
+    """
+    target = tiny_target(layers=LAYERS, max_position_embeddings=8192)
+    draft = tiny_draft(target, taps=[2, 4, 5], draft_vocab_size=None)
+    for part in ("q", "k"):  # sharp attention, which sees how it is turned
+        draft.get_parameter(f"layers.0.self_attn.{part}_proj.weight").mul_(8)
+    tensors = {name: tensor.bfloat16() for name, tensor in draft.state_dict().items()}
+    assert sorted(tensors) == MODELOPT_TENSORS
+    folder = publish(tmp_path / "d", tensors, modelopt())
+
+    read, notes = read_published(folder, target, ImportsConfig())
+    assert read.taps == (2, 4, 5)
+    assert notes[0] == "taps [2, 4, 5]: the outputs of layers [1, 3, 4] in eagle_config"
+    assert notes[1].startswith("turned by yarn as in config.json")
+    assert read.embedding.data_ptr() == target.embedding.data_ptr()
+    assert read.shape.draft_vocab_size == 64
+    assert read.rotary.frequencies.tolist() == pytest.approx([1.0, 0.1, 0.01 * (0.5 + 0.5 / 32), 0.001 / 32])
+    assert read.rotary.scaling == pytest.approx(1.34657, rel=1e-5)
+
+    reading = OldRopeReading(folder, target.embedding)
+    assert reading.taps(LAYERS) == {"vLLM": [1, 3, 4], "SGLang": [2, 4, 5]}
+    for start in (0, 5000):
+        check_steps(reading, read, start)
+    reading.finish()
+
+
+@torch.no_grad()
+def test_a_draft_of_model_optimizer_without_its_scaling(tmp_path: Path) -> None:
+    target = tiny_target(layers=LAYERS, max_position_embeddings=8192)
+    draft = tiny_draft(target, taps=[2, 4, 5], draft_vocab_size=None)
+    folder = publish(tmp_path / "d", draft.state_dict(), modelopt(rope_scaling=None))
+    read, notes = read_published(folder, target, ImportsConfig())
+    assert len(notes) == 1
+    assert read.rotary.frequencies.tolist() == pytest.approx([1, 0.1, 0.01, 0.001])
+    assert read.rotary.scaling == 1
+    check_steps(OldRopeReading(folder, target.embedding), read, 0)
 
 
 @pytest.mark.parametrize("with_t2d", [True, False])
