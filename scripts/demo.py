@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.compose import compose
@@ -97,7 +97,9 @@ def trained(config: Config) -> Path | None:
 def of_run(run: Path) -> dict[str, Any] | None:
     """The deciding parts of a run's configuration, with the defaults of keys that came later; None if it has
     keys that are gone."""
-    known = OmegaConf.masked_copy(OmegaConf.load(run / "config.yaml"), list(DECIDING))
+    written = OmegaConf.load(run / "config.yaml")
+    assert isinstance(written, DictConfig)
+    known = OmegaConf.masked_copy(written, list(DECIDING))
     try:
         return deciding(OmegaConf.merge(OmegaConf.structured(Config), known))
     except OmegaConfBaseException:
