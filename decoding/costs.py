@@ -149,13 +149,16 @@ def target_forward(
     if compiled is not None:  # as much as a decoder makes, so that shapes compiled here serve it too
         room = max(CAPACITY, compiled.extent(context + compiled.sizes[-1]))
 
+    def keep_context() -> None:
+        cache.commit_all([(slot, start, ()) for slot, start in zip(slots, starts, strict=True)])
+
     @torch.inference_mode()
     def fill() -> None:
         cache.aim(slots, context, reserve=room)
         ids = torch.zeros(batch, context, dtype=torch.long, device=device)
         positions = torch.arange(context, device=device).expand(batch, -1)
         target.forward(ids, positions=positions, cache=cache, logits=False)
-        cache.commit_all([(slot, start, ()) for slot, start in zip(slots, starts, strict=True)])
+        keep_context()
 
     @torch.inference_mode()
     def run(n: int) -> None:
@@ -175,7 +178,7 @@ def target_forward(
             "mask": mask,
         }
         forward(cache=cache, taps=taps, **rows)
-        cache.commit_all([(slot, start, ()) for slot, start in zip(slots, starts, strict=True)])
+        keep_context()
 
     fill()
     return run

@@ -265,7 +265,7 @@ FIGURES = (
     Figure(
         "compare_methods",
         "docs/methods.md",
-        "python -m scripts.compare_methods",
+        "python -m scripts.compare_methods --prompts 14 --new-tokens 64",
         "artifacts/compare_methods.json",
         "training",
         methods,
@@ -283,7 +283,9 @@ FIGURES = (
     Figure(
         "validate",
         "docs/measuring.md",
-        "python -m eval.validate +experiment=smollm2_cpu",
+        "python -m eval.validate +experiment=smollm2_cpu 'validate.draft_tokens=[2,4]' "
+        "'validate.tree_nodes=[8,16]' 'validate.batch_sizes=[1,4]' eval.tree_prompts=24 "
+        "eval.tree_nodes=24 decode.max_new_tokens=48",
         "runs/smollm2_cpu/TIME/measure/validate.json",
         "acceptance_from",
         predicted,

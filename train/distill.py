@@ -31,7 +31,7 @@ from train.objectives import Objective
 from train.ranks import Ranks, join
 from train.runs import Run, contract, follow, open_run
 from train.sharded import ShardedTarget, placement
-from train.store import Cached, bounded, cached
+from train.store import Bounded, Cached, cached, open_store
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,10 @@ def feature_source(
     if trainer.features is Features.online:
         return Online(target, rows, objective.taps)
     folder = Path(config.data.folder) / "features"
-    asked = (folder, target, rows, objective.taps, trainer.batch_tokens, console)
+    store = open_store(folder, target, rows, objective.taps, trainer.batch_tokens, console)
     if trainer.features_gb is None:
-        return cached(*asked)
-    return bounded(*asked, limit=round(trainer.features_gb * 1e9), ranks=ranks or Ranks())
+        return cached(store)
+    return Bounded(store, round(trainer.features_gb * 1e9), ranks or Ranks())
 
 
 def say(console: Console, run: Run, objective: Objective, rows: Sequence[TokenRow]) -> None:

@@ -362,7 +362,8 @@ def open_store(
     tokens: int,
     console: Console,
 ) -> Store:
-    """The rows' store below `folder`. Raises `StorageError` if something else lies where it should be."""
+    """The rows' store below `folder`, captured `tokens` padded tokens at a time. Raises `StorageError` if
+    something else lies where it should be."""
     what = contents(target, rows, taps)
     store = folder / key(what)
     if differs := differing(store, what):
@@ -374,20 +375,12 @@ def open_store(
     return Store(store, target, rows, taps, tokens, console, what, sizes, split(sizes, SHARD_BYTES))
 
 
-def cached(
-    folder: Path,
-    target: Target,
-    rows: Sequence[TokenRow],
-    taps: tuple[int, ...],
-    tokens: int,
-    console: Console,
-) -> Cached:
-    """The rows' features below `folder`, computing what is missing, `tokens` padded tokens at a time.
+def cached(store: Store) -> Cached:
+    """All of the store's rows: what is missing is computed first, after saying how much disk that takes.
 
-    Says first how much disk that takes. Raises `StorageError` if there is less and for a store that is not
-    what it should be, `TargetError` for too many rows with features that are not finite.
+    Raises `StorageError` if there is less and for shards that are not what they should be, `TargetError` for
+    too many rows with features that are not finite.
     """
-    store = open_store(folder, target, rows, taps, tokens, console)
     shards = store.standing()
     missing = [i for i in range(len(store.parts)) if i not in shards]
     if missing:
@@ -396,23 +389,11 @@ def cached(
     store.capture(missing, unusable(shards.values()))
     shards |= {i: store.shard(i) for i in missing}
     if bad := unusable(shards.values()):
-        refuse_many(bad, len(rows), target)
-        console.print(f"{bad} of {len(rows)} rows left out: their features are not finite", style="yellow")
+        refuse_many(bad, len(store.rows), store.target)
+        store.console.print(
+            f"{bad} of {len(store.rows)} rows left out: their features are not finite", style="yellow"
+        )
     return Cached(store, shards)
-
-
-def bounded(
-    folder: Path,
-    target: Target,
-    rows: Sequence[TokenRow],
-    taps: tuple[int, ...],
-    tokens: int,
-    console: Console,
-    limit: int,
-    ranks: Ranks,
-) -> Bounded:
-    """As `cached`, of which at most `limit` bytes stand on the disk: computed when they are asked for."""
-    return Bounded(open_store(folder, target, rows, taps, tokens, console), limit, ranks)
 
 
 def captured(

@@ -10,9 +10,7 @@ chains of always K tokens (`--spec-draft-p-min 0`), greedy drafting.
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -26,7 +24,7 @@ import httpx
 from models.files import write_atomic
 from scripts.engines import Counts, EngineError, Reply, Setting, fingerprint
 from scripts.engines.environment import python_of, versions
-from scripts.engines.process import free_port, last_words, serving
+from scripts.engines.process import free_port, run_converter, serving
 
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
@@ -81,16 +79,8 @@ def gguf(model: Path, name: str, setting: Setting, packages: Path) -> Path:
         words = [sys.executable, "-m", "convert_hf_to_gguf", str(model), "--outtype", kind]
         if model == setting.draft:  # a draft that is made for one target's states is read beside it
             words += ["--target-model-dir", setting.target]
-        with open(log, "w", encoding="utf-8") as out:
-            done = subprocess.run(
-                [*words, "--outfile", str(temporary)],
-                env=os.environ | {"PYTHONPATH": str(packages)},
-                stdout=out,
-                stderr=out,
-                check=False,
-            )
-        if done.returncode:
-            raise EngineError(f"llama.cpp's converter cannot convert {model}. {last_words(log)}")
+        words += ["--outfile", str(temporary)]
+        run_converter("llama.cpp's converter", model, words, {"PYTHONPATH": str(packages)}, log)
 
     if not path.exists():
         write_atomic(path, convert)

@@ -9,9 +9,7 @@ Read from and run with 2026.4.1, optimum-intel 2.2.0.
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from typing import Any
 from models.files import write_folder
 from scripts.engines import Counts, EngineError, Reply, Setting, fingerprint
 from scripts.engines.environment import python_of, versions
-from scripts.engines.process import conversing, last_words
+from scripts.engines.process import conversing, run_converter
 
 WORKER = Path(__file__).parent / "hooks" / "openvino_worker.py"
 DTYPE, WEIGHTS = "float32", "fp32"  # optimum-intel writes no bfloat16
@@ -65,16 +63,8 @@ def converted(name: str, line: str, setting: Setting) -> Path:
     asked[asked.index("--weight-format") + 1] = WEIGHTS
 
     def convert(temporary: Path) -> None:
-        program = python_of("openvino").with_name(asked[0])
-        with open(log, "w", encoding="utf-8") as out:
-            words = [str(program), *asked[1:-1], str(temporary)]
-            out.write(shlex.join(words) + "\n")
-            out.flush()
-            done = subprocess.run(
-                words, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=out, stderr=out, check=False
-            )
-        if done.returncode:
-            raise EngineError(f"optimum-intel cannot convert {model}. {last_words(log)}")
+        words = [str(python_of("openvino").with_name(asked[0])), *asked[1:-1], str(temporary)]
+        run_converter("optimum-intel", model, words, {"HF_HUB_OFFLINE": "1"}, log)
 
     if not folder.exists():
         write_folder(folder, convert)

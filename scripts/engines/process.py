@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -71,6 +72,19 @@ def conversing(
             return json.loads(line)
 
         yield ask
+
+
+def run_converter(
+    by: str, model: Path | str, words: Sequence[str], environment: Mapping[str, str], log: Path
+) -> None:
+    """Runs a converter of `model` to its end. What it prints goes to `log`. Raises `EngineError`, quoting
+    that, if it fails."""
+    with open(log, "w", encoding="utf-8") as out:
+        out.write(shlex.join(words) + "\n")
+        out.flush()
+        done = subprocess.run(words, env=os.environ | environment, stdout=out, stderr=out, check=False)
+    if done.returncode:
+        raise EngineError(f"{by} cannot convert {model}. {last_words(log)}")
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def main(folder: Path) -> None:
     store.compute = compute
 
     def capture() -> store.Cached:
-        return store.cached(folder, target, ROWS, TAPS, 64, Console(file=io.StringIO()))
+        return store.cached(store.open_store(folder, target, ROWS, TAPS, 64, Console(file=io.StringIO())))
 
     try:
         capture()

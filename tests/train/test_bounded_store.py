@@ -27,7 +27,7 @@ from tests.train.test_resume import finished, lines, runs, start, stop_after
 from train import store
 from train.features import row_bytes
 from train.ranks import Ranks
-from train.store import Bounded, bounded, cached
+from train.store import Bounded, cached, open_store
 
 TAPS = (1, 3)
 ROWS = [TokenRow(str(i), "", [5 + i, 6, 7, 8], [0, 1, 1, 1]) for i in range(6)]
@@ -55,7 +55,7 @@ def size(target: Target, rows: list[TokenRow] = ROWS) -> int:
 
 def made(folder: Path, target: Target, shards: float, rows: list[TokenRow] = ROWS) -> Bounded:
     limit = int(shards * size(target, rows))
-    return bounded(folder, target, rows, TAPS, 64, Console(quiet=True), limit, Ranks())
+    return Bounded(open_store(folder, target, rows, TAPS, 64, Console(quiet=True)), limit, Ranks())
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_batches_are_those_of_a_store_without_a_bound_also_read_ahead_and_captur
     tmp_path: Path,
 ) -> None:
     target = tiny_target()
-    whole = cached(tmp_path / "whole", target, ROWS, TAPS, 64, Console(quiet=True))
+    whole = cached(open_store(tmp_path / "whole", target, ROWS, TAPS, 64, Console(quiet=True)))
     features = made(tmp_path / "bounded", target, shards=2)
 
     for numbers in ([0, 1], [2, 3], [1, 0]):
@@ -126,7 +126,7 @@ def test_chapters_are_what_the_bound_holds_and_drawn_anew_for_each_epoch(tmp_pat
 @pytest.mark.usefixtures("row_by_row")
 def test_a_store_that_stands_whole_is_cut_down_and_remains_of_a_kill_go(tmp_path: Path) -> None:
     target = tiny_target()
-    cached(tmp_path, target, ROWS, TAPS, 64, Console(quiet=True))
+    cached(open_store(tmp_path, target, ROWS, TAPS, 64, Console(quiet=True)))
     (folder,) = tmp_path.iterdir()
     (folder / ".shard_00001.safetensors.123.tmp").write_bytes(b"half")
 

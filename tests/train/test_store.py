@@ -24,7 +24,7 @@ from tests.train.conftest import many_rows, poisoned
 from train import store
 from train.batches import Batch
 from train.features import Online, row_bytes
-from train.store import Cached, cached, contents, split
+from train.store import Cached, cached, contents, open_store, split
 
 ROOT = Path(__file__).resolve().parents[2]
 TAPS = (1, 3)
@@ -58,7 +58,7 @@ def from_disk(
     console: Console | None = None,
     taps: tuple[int, ...] = TAPS,
 ) -> Cached:
-    return cached(folder, target, rows, taps, tokens, console or Said())
+    return cached(open_store(folder, target, rows, taps, tokens, console or Said()))
 
 
 def assert_same(a: Batch, b: Batch) -> None:
@@ -313,7 +313,7 @@ def test_too_little_disk_is_refused_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 100))  # pyright: ignore
     console = Said()
     with pytest.raises(StorageError, match=r"need .* GB in .*trainer.features=online"):
-        cached(tmp_path, tiny_target(), ROWS, TAPS, 64, console)
+        cached(open_store(tmp_path, tiny_target(), ROWS, TAPS, 64, console))
 
     assert "GB to write" in str(console)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -345,7 +345,7 @@ def test_rows_that_are_not_finite_are_left_out_and_counted(
 ) -> None:
     poisoned(monkeypatch, store, token=63)
     console = Said()
-    made = cached(tmp_path, tiny_target(), many_rows(bad=2), TAPS, 640, console)
+    made = cached(open_store(tmp_path, tiny_target(), many_rows(bad=2), TAPS, 640, console))
 
     assert made.usable() == list(range(2, 200))
     assert "2 of 200 rows left out" in str(console)
@@ -354,5 +354,5 @@ def test_rows_that_are_not_finite_are_left_out_and_counted(
 def test_more_than_one_in_a_hundred_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned(monkeypatch, store, token=63)
     with pytest.raises(TargetError, match="3 of 200 rows"):
-        cached(tmp_path, tiny_target(), many_rows(bad=3), TAPS, 640, Said())
+        cached(open_store(tmp_path, tiny_target(), many_rows(bad=3), TAPS, 640, Said()))
     assert not list(tmp_path.glob("*/shard_*"))
