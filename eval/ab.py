@@ -42,8 +42,8 @@ from eval.ab_figures import (
     throughput,
 )
 from eval.measure import check_heldout
+from eval.page import number, percent, times
 from eval.replay import SIDES, Bodies, Line, Load, loads, plan, replayed
-from eval.report import number, percent, times
 from eval.rows import PERCENTILES
 from eval.terminal import wide_console, with_interval
 from models.files import ensure_writable, write_json

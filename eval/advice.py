@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from eval.report import tree
+from eval.measurement import tree
 
 Row = dict[str, Any]
 

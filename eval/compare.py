@@ -23,7 +23,8 @@ from configs.entry import paragraphs
 from eval.comparison import Measured, comparison, members, read
 from eval.page import Shown, number, page, percent, ranged, scrolled, times, tr
 from eval.pictures import SERIES, Picture, distributions, dots, position_lines, sweep
-from eval.report import DRAWN, LATENCIES, TAILS, curve_of, percentiles, write_pictures
+from eval.report import write_pictures
+from eval.sections import DRAWN, LATENCIES, TAILS, curve_of, percentiles
 from eval.terminal import wide_console, with_interval
 from models.files import ensure_writable, write_json, write_text
 

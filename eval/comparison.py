@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from configs.errors import MeasurementError
 from decoding.acceptance import bootstrap
+from eval.measurement import Row, commit, drafting, measurement_file, place, read_measurement
 from eval.page import listing, short
-from eval.report import LATENCIES, Row, commit, drafting, measurement_file, place, read_measurement
 from eval.rows import expanded
+from eval.sections import LATENCIES
 from models.files import sha256_file
 
 SCHEMA = "leadout.compare/1"

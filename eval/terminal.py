@@ -13,7 +13,8 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from eval.report import interval, number, percent, sentence, times, tree
+from eval.measurement import tree
+from eval.page import interval, number, percent, sentence, times
 
 
 def show(measurement: dict[str, Any], output: Path, console: Console) -> None:

@@ -15,7 +15,8 @@ from PIL import Image
 
 from configs.errors import ConfigError
 from configs.schema import Config, WandbMode
-from eval.report import anchor, pictures, report, settings_of, split
+from eval.measurement import anchor, settings_of, split
+from eval.report import pictures, report
 
 CONDITIONS = ("created", "git", "hardware", "versions", "load", "target", "traffic")
 

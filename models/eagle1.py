@@ -14,7 +14,7 @@ initialised or loaded. Tensor names are the authors' (`layers.{i}.*`, `fc.*`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -36,6 +36,8 @@ from models.layers import (
 )
 from models.packing import pack
 from models.target import Target
+
+MAPS = ("d2t", "t2d")  # of the draft vocabulary, in the state dict
 
 
 @dataclass
@@ -112,6 +114,16 @@ class Eagle1(DraftNetwork):
         if self.vocabulary_set:
             whole = self._heads[0]
             self._heads = (whole, whole if self.full_vocabulary else rows_of(whole, self.draft_ids))
+
+    def over_whole_vocabulary(self) -> Eagle1:
+        """The same weights, proposing from all of the target's head, as engines have them do."""
+        if self.full_vocabulary:
+            return self
+        whole = Eagle1(replace(self.shape, draft_vocab_size=self.shape.vocab_size), self.embedding)
+        whole.read_by(self._heads[0]).to(self.embedding.device, self.fc.weight.dtype)
+        weights = {name: weight for name, weight in self.state_dict().items() if name not in MAPS}
+        whole.load_state_dict(weights)
+        return whole.train(self.training).requires_grad_(False)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

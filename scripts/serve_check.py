@@ -54,6 +54,7 @@ from decoding.tree import TokenTree
 from eval.bench import first_difference
 from eval.terminal import bar
 from models.checkpoint import WEIGHTS, find_draft, load_draft, read_config
+from models.eagle1 import Eagle1
 from models.export.__main__ import beside_its_target, export, exporter
 from models.files import append_line, lines_under, sha256_file, write_json, write_text
 from models.provenance import provenance
@@ -76,8 +77,9 @@ CHECKS = (  # --all: engine, experiment
     ("vllm", "smollm2_dflash"),
     ("transformers", "smollm2_small"),
     ("llama.cpp", "smollm2_small"),
-    ("llama.cpp", "smollm2_cpu"),
+    ("llama.cpp", "smollm2_portable"),
     ("openvino", "smollm2_small"),
+    ("openvino", "smollm2_portable"),
 )
 WORK = Path("artifacts/serve_check")
 DEPTH = re.compile(r"(?:num_speculative_tokens\"?: |--spec-draft-n-max |num_assistant_tokens ?= ?)(\d+)")
@@ -169,6 +171,8 @@ def prepare(
     folder = (exported or fresh_export(engine, config, native, work / "export")).absolute()
     target = Target.load(config.target)
     draft = load_draft(native, target)
+    if isinstance(draft, Eagle1):
+        draft = draft.over_whole_vocabulary()  # which engines know no part of
     model = target_folder(config, target)
     wanted = min(config.decode.draft_tokens, getattr(draft, "heads", config.decode.draft_tokens))
     command = exporter(method).serve(engine.layout, model, folder, wanted)

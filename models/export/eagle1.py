@@ -7,7 +7,8 @@ Embedding and head are the target's in both. Where they disagree or fall silent,
   always has one, random unless it is loaded, so zeros are written where the draft has none.
 - The class: vLLM puts `Eagle` before the architecture's name, SGLang looks `LlamaForCausalLMEagle` up.
 - No `bias` in config.json, as the authors' own have it (models/export/llama.py).
-- The head is the target's whole one. SGLang can take rows of it, but from a pickled file only.
+- The head is the target's whole one, also for a draft that was trained on rows of it: the same weights then
+  propose from all of them. SGLang can take rows, but from a pickled file only.
 """
 
 from __future__ import annotations
@@ -45,14 +46,21 @@ ROWS = 6  # positions in the first of them
 
 
 def vllm(draft: Eagle1, target: Target) -> Layout:
-    config = {"architectures": ["LlamaForCausalLM"], **layer_config(draft.shape, draft, target)}
-    return Layout(tensors_of(draft), config)
+    whole = draft.over_whole_vocabulary()
+    config = {"architectures": ["LlamaForCausalLM"], **layer_config(whole.shape, whole, target)}
+    note = (
+        f"the draft chose among {draft.shape.draft_vocab_size} tokens where it was trained and measured, and "
+        "proposes from the target's whole head here: acceptance may be a little higher, and a drafted token "
+        "costs more"
+    )
+    return Layout(tensors_of(whole), config, None if draft.full_vocabulary else note)
 
 
 def sglang(draft: Eagle1, target: Target) -> Layout:
     made = vllm(draft, target)
     bias = {"fc.bias": torch.zeros_like(draft.fc.weight[:, 0])}
-    return Layout(bias | made.tensors, made.config | {"architectures": ["LlamaForCausalLMEagle"]})
+    config = made.config | {"architectures": ["LlamaForCausalLMEagle"]}
+    return Layout(bias | made.tensors, config, made.needs)
 
 
 LAYOUTS: dict[str, Callable[[Eagle1, Target], Layout]] = {"vllm": vllm, "sglang": sglang}
@@ -75,12 +83,6 @@ def refuse(engine: str, draft: Eagle1) -> None:
             "vLLM drops the bias of fc without a word",
             "method.network.bias=false",
         ),
-        (
-            not draft.full_vocabulary,
-            f"{engine} proposes from the target's whole head, and this draft from {shape.draft_vocab_size} "
-            "rows of it",
-            "method.network.draft_vocab_size=null",
-        ),
         *(unlike_sglang(shape) if engine == "sglang" else []),
     ]
     refuse_for(engine, reasons)
@@ -94,7 +96,7 @@ def check(folder: Path, draft: Eagle1, target: Target) -> None:
     In float32, over recurrent steps, from the first position and from a far one, with random features and
     tokens.
     """
-    trained = in_float32(draft, target)
+    trained = in_float32(draft.over_whole_vocabulary(), target)
     reading = Eagle1Reading(folder, trained.embedding, target.head.weight.to("cpu", torch.float32))
     check_tokens(folder, reading, target)
     check_embedding(reading, trained)

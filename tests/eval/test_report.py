@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from eval.report import curve_of, main, report, sweeps
+from eval.report import main, report, sweeps
 from eval.rows import Pair
+from eval.sections import curve_of
 from tests.eval.samples import draft_run, measurement, pair, plain_run
 
 

@@ -66,6 +66,18 @@ def test_the_network_is_llama_s_layers(target: Target, network: dict[str, Any]) 
     torch.testing.assert_close(draft.logits(state), target.lm_head(state))
 
 
+def test_the_same_weights_over_the_whole_vocabulary(target: Target) -> None:
+    draft, states = eagle(target, SOME), features_of(target)
+    whole = draft.over_whole_vocabulary()
+    assert whole.full_vocabulary and whole.over_whole_vocabulary() is whole
+    torch.testing.assert_close(whole.logits(states), target.lm_head(states))
+    torch.testing.assert_close(whole.logits(states)[..., draft.draft_ids], draft.logits(states))
+    assert torch.equal(
+        whole(states, TOKENS, POSITIONS),
+        draft(states, TOKENS, POSITIONS),
+    )
+
+
 def test_sizes_are_the_target_s_unless_they_are_given(target: Target) -> None:
     shape = Eagle1Shape.resolve(NetworkConfig(), target)
     assert (shape.layers, shape.num_heads, shape.num_kv_heads, shape.intermediate_size) == (1, 4, 2, 64)

@@ -74,11 +74,17 @@ def test_a_trained_bias(tmp_path: Path, target: Target) -> None:
 
 
 @pytest.mark.parametrize("engine", LAYOUTS)
-def test_a_reduced_vocabulary_is_refused(target: Target, engine: str) -> None:
+def test_a_draft_of_few_rows_proposes_from_all(tmp_path: Path, target: Target, engine: str) -> None:
+    """Engines have the target's whole head, of whose rows a draft vocabulary is a part: no other weights."""
     draft = made(target, draft_vocab_size=48)
-    with pytest.raises(CheckpointError, match=r"48 rows of it.*method\.network\.draft_vocab_size=null"):
-        refuse(engine, draft)
-    refuse(engine, made(target))
+    refuse(engine, draft)
+    _, tensors = written(tmp_path / "few", draft, target, engine)
+    _, whole = written(tmp_path / "all", made(target), target, engine)
+    assert tensors.keys() == whole.keys()
+    assert all(torch.equal(tensors[name], whole[name]) for name in whole)
+    needs = LAYOUTS[engine](draft, target).needs
+    assert needs is not None and "among 48 tokens" in needs
+    assert LAYOUTS[engine](made(target), target).needs is None
 
 
 def test_more_layers(tmp_path: Path, target: Target) -> None:
