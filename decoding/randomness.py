@@ -68,8 +68,8 @@ class Seeded:
         return probability >= 1 or self.uniform(key) < probability
 
     def draw(self, law: np.ndarray, key: Key) -> int:
-        """By the inverse of the cumulative law, summed in float64."""
-        blocks = np.add.reduceat(law, starts(len(law)), dtype=np.float64).cumsum()
+        """By the inverse of the cumulative law: blocks summed in its dtype, the rest in float64."""
+        blocks = np.add.reduceat(law, starts(len(law))).cumsum(dtype=np.float64)
         total = float(blocks[-1])
         if not 0 < total < float("inf"):
             raise TargetError(

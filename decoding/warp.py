@@ -110,17 +110,17 @@ def choices(logits: Tensor) -> Callable[[int], int]:
 
 
 def truncated(law: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """What top-k, then top-p and then min-p leave of `law` [V], normalised.
+    """What top-k, then top-p and then min-p leave of `law` [V], whose mass is 1; normalised.
 
     Few entries stay of many, so all but the first look at the law is at those alone.
     """
-    mass = float(law.sum())
-    if not mass > 0:
+    ids, values = candidates(law, top_k, top_p, min_p)
+    held = float(values.sum())
+    if not held > 0:
         return law  # of logits that are not finite, which drawing from it refuses
-    ids, values = candidates(law, mass, top_k, top_p, min_p)
     floor = law.dtype.type(min_p) * values.max() if min_p else law.dtype.type(0)
     if top_p < 1:
-        floor = max(floor, nucleus_floor(values, top_p * (float(values.sum()) if top_k else mass)))
+        floor = max(floor, nucleus_floor(values, top_p * (held if top_k else 1.0)))
     keep = values >= floor
     kept = values[keep]
     left = np.zeros_like(law)
@@ -128,16 +128,14 @@ def truncated(law: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.nda
     return left
 
 
-def candidates(
-    law: np.ndarray, mass: float, top_k: int, top_p: float, min_p: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids, ascending, among which is everything of `law` [V], of this mass, that may stay; and its values."""
+def candidates(law: np.ndarray, top_k: int, top_p: float, min_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, ascending, among which is everything of `law` [V] that may stay; and its values."""
     if top_k:
         ids = np.flatnonzero(law >= np.partition(law, -top_k)[-top_k] if top_k < len(law) else law)
     elif top_p < 1:
-        ids = np.flatnonzero(law > law.dtype.type(NUCLEUS * mass))
+        ids = np.flatnonzero(law > law.dtype.type(NUCLEUS))
         values = law[ids]
-        if float(values.sum()) >= top_p * mass:
+        if float(values.sum()) >= top_p:
             return ids, values
         ids = np.flatnonzero(law)
     else:

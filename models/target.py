@@ -30,6 +30,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from configs.errors import TargetError
 from configs.schema import Quantize, TargetConfig
+from models import attention
 from models.files import write_folder
 from models.packing import pack
 from models.quantization import is_quantised, loading, parts, refuse_unquantised
@@ -86,6 +87,7 @@ class Target:
         quantize: Quantize | None = None,
     ) -> None:
         """`quantize`: how the linear layers of `model` are quantised (models/quantization.py)."""
+        attention.install()
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name = name

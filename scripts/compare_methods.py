@@ -8,7 +8,7 @@ time, so that a change of the machine's load meets all alike. Ratios are to plai
 prompts, with 95 % intervals from a bootstrap over prompts.
 
 Every prompt is on the disk before the next begins; the same command goes on after the last one. Key=value
-overrides go to every recipe, for training and measuring.
+overrides go to every recipe, for training and measuring; BUDGET goes before them.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ RECIPES = (
     "smollm2_peagle",
     "smollm2_dflash",
 )
+BUDGET = ("trainer.epochs=3",)  # recipes may train for another time, as the demo's does
 ALONE = {"drafters": [Drafting.draft]}  # whatever a recipe merges it with
 CHAIN = {"tree": Tree.chain, **ALONE}
 TREE = {"tree": Tree.dynamic, **ALONE, "tree_nodes": 8, "tree_width": 4, "draft_tokens": 4}
@@ -188,10 +189,11 @@ def run_of(values: dict[str, Any]) -> Run:
 def compare(options: argparse.Namespace) -> None:
     console = Console(soft_wrap=True, highlight=False)
     recipes = [recipe for recipe in RECIPES if options.only is None or recipe in (BASE, *options.only)]
-    base = compose([f"+experiment={BASE}", *options.overrides])
-    runs = train(recipes, options.overrides, console)
+    overrides = [*BUDGET, *options.overrides]
+    base = compose([f"+experiment={BASE}", *overrides])
+    runs = train(recipes, overrides, console)
     target = Target.load(base.target)
-    made = list(ways(target, runs, options.overrides, options.new_tokens))
+    made = list(ways(target, runs, overrides, options.new_tokens))
     chosen = evenly(prompts(base, "heldout"), options.prompts)
     where = provenance()
     key = {
@@ -201,7 +203,7 @@ def compare(options: argparse.Namespace) -> None:
         "settings": [
             options.new_tokens,
             options.temperatures,
-            list(options.overrides),
+            overrides,
             seed_of(0, 0, chosen[0]),
         ],
         "git": where["git"],

@@ -110,6 +110,7 @@ def deciding(config: Any) -> dict[str, Any]:
     """The parts of a configuration that decide which draft comes out, as plain values."""
     plain = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(config)))
     assert isinstance(plain, dict)
+    plain["regenerate"].pop("batch_size")  # how many are answered at a time; those that are there stay
     return {part: plain[part] for part in DECIDING}
 
 

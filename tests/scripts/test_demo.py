@@ -35,6 +35,8 @@ def test_a_finished_run_is_found(finished: tuple[Config, Path]) -> None:
     assert trained(config) == run
     config.eval.max_prompts = 3  # changes how the draft is measured, not the draft
     assert trained(config) == run
+    config.regenerate.batch_size = 3
+    assert trained(config) == run
 
 
 def test_keys_that_came_later_do_not_make_a_run_another(finished: tuple[Config, Path]) -> None:
