@@ -26,6 +26,7 @@ from models import load_draft
 from models.hydra import Hydra
 from models.medusa import HeadsNetwork, Medusa
 from models.target import Target
+from scripts.compare_methods import BUDGET
 from tests.conftest import tiny_target
 from tests.train.conftest import counting_target, written_rows
 from tests.train.pupils import config, fit, gradients, heldout, moves_every_weight, row
@@ -374,7 +375,8 @@ def recipe(method: str, overrides: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("method", [*METHODS, "medusa2"])
 def test_recipes_share_the_prepared_data_and_the_budget(method: str) -> None:
-    ours, reference = compose([f"+experiment=smollm2_{method}"]), compose(["+experiment=smollm2_cpu"])
+    ours = compose([f"+experiment=smollm2_{method}"])
+    reference = compose(["+experiment=smollm2_cpu", *BUDGET])
     assert ours.experiment == f"smollm2_{method}"
     assert ours.method.name == method
     for part in ("target", "data", "regenerate", "trainer", "decode", "eval"):
