@@ -117,7 +117,9 @@ class Ranks:
         return [Loss(value, dict(zip(losses[0].metrics, pairs, strict=True)))], int(all_tokens)
 
     def end(self) -> None:
+        """All processes leave together: one that went first would break what another still waits for."""
         if self.group is not None:
+            self.meet()
             dist.destroy_process_group()
 
     def meet(self) -> None:
