@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from configs.errors import ConfigError
+from configs.hardware import native_dtype
 from configs.rules import check
 from configs.schema import Config, nearest
 
@@ -23,6 +24,7 @@ FOLDER = Path(__file__).resolve().parent
 ConfigStore.instance().store(
     name="schema", node=Config
 )  # config.yaml's first default: it types the whole tree
+OmegaConf.register_new_resolver("native_dtype", native_dtype, replace=True)
 
 
 def compose(overrides: Sequence[str]) -> Config:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from configs.hardware import cpu_has_bfloat16
 from models.quantization import is_quantised
 
 SHAPED_FOR = 64  # rows that the layout is chosen for; it serves fewer and more alike
@@ -46,7 +47,7 @@ def packable(layer: nn.Linear) -> bool:
         and not is_quantised(weight)
         and not isinstance(weight, FakeTensor)  # of train.plan: sizes without values
         and torch.backends.mkldnn.is_available()
-        and (weight.dtype is not torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        and (weight.dtype is not torch.bfloat16 or cpu_has_bfloat16())
     )
 
 

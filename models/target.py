@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,11 +30,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from configs.errors import TargetError
+from configs.hardware import cpu_has_bfloat16
 from configs.schema import Quantize, TargetConfig
 from models import attention
 from models.files import write_folder
 from models.packing import pack
 from models.quantization import is_quantised, loading, parts, refuse_unquantised
+
+log = logging.getLogger(__name__)
 
 # What decides how weights become logits, and is not in the weights.
 ESSENTIALS = (
@@ -117,6 +121,11 @@ class Target:
         if cfg.pack:
             pack(target.model)
         target.check()
+        if target.dtype is torch.bfloat16 and target.device.type == "cpu" and not cpu_has_bfloat16():
+            log.warning(  # a warning, so that it is seen where no logging was set up
+                "target.dtype=bfloat16, and this CPU has no instructions for it: a forward over several "
+                "tokens takes several times as long as in float32. Set target.dtype=float32."
+            )
         return target
 
     @classmethod

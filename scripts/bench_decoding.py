@@ -33,6 +33,7 @@ from transformers import GenerationConfig
 
 from configs.entry import paragraphs, quiet_libraries
 from configs.errors import ConfigError
+from configs.hardware import native_dtype
 from configs.schema import DecodeConfig, Drafting, Dtype, TargetConfig, Tree
 from data.template import Template
 from decoding.acceptance import bootstrap_ratio
@@ -298,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("prompts", type=Path, nargs="?", default=HELDOUT, help="JSONL with `messages`")
     parser.add_argument("--target", default=str(TARGET), help="hub name or folder")
     parser.add_argument("--draft", type=Path, help="folder of a native draft of that target")
-    parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default="bfloat16")
+    parser.add_argument("--dtype", choices=[dtype.value for dtype in Dtype], default=native_dtype("auto"))
     parser.add_argument("--count", type=int, default=24, help="prompts")
     parser.add_argument("--every", type=int, default=1, help="take every n-th row of the file")
     parser.add_argument("--max-new-tokens", type=int, default=64)

@@ -146,6 +146,16 @@ def test_a_folder_loads_in_the_dtype_asked_for(folder: Path) -> None:
     assert len(list(folder.glob("*.safetensors"))) == 1
 
 
+@pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "bfloat16"), (False, "float32")])
+def test_bfloat16_on_a_cpu_without_it_is_told(
+    native: bool, dtype: str, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("models.target.cpu_has_bfloat16", lambda: native)
+    Target.load(config(folder, dtype=Dtype(dtype)))
+    told = "Set target.dtype=float32." in caplog.text
+    assert told == (dtype == "bfloat16" and not native)
+
+
 def test_tied_embeddings_load_without_a_head_in_the_file(tmp_path: Path) -> None:
     model = tiny_model(tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
