@@ -2,8 +2,8 @@
 
 transformers copies keys and values for every query head there, because kernels of GPUs want it so: a round of
 speculative decoding would copy the cache anew in each layer. The CPU's kernel takes shared heads as they are.
-30 layers, 9 heads over 3, 256 columns, bfloat16, 2 threads: 9 rows took 3.7 ms with copies and 2.7 without,
-four sequences of 9 rows 10.8 and 7.7.
+30 layers, 9 heads over 3, 256 columns, bfloat16, 2 threads of a Xeon with AMX, torch 2.13: 9 rows took 3.7 ms
+with copies and 2.7 without, four sequences of 9 rows 10.8 and 7.7.
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ from decoding.tree import TokenTree
 from eval.bench import first_difference
 from eval.terminal import bar
 from models.checkpoint import WEIGHTS, find_draft, load_draft, read_config
-from models.eagle1 import Eagle1
 from models.export.__main__ import beside_its_target, export, exporter
 from models.files import append_line, lines_under, sha256_file, write_json, write_text
 from models.provenance import provenance
@@ -172,8 +171,8 @@ def prepare(
     folder = (exported or fresh_export(engine, config, native, work / "export")).absolute()
     target = Target.load(config.target)
     draft = load_draft(native, target)
-    if isinstance(draft, Eagle1):
-        draft = draft.over_whole_vocabulary()  # which engines know no part of
+    if hasattr(exporter(method), "as_served"):
+        draft = exporter(method).as_served(draft)
     model = target_folder(config, target)
     wanted = min(config.decode.draft_tokens, getattr(draft, "heads", config.decode.draft_tokens))
     command = exporter(method).serve(engine.layout, model, folder, wanted)

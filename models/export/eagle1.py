@@ -45,8 +45,13 @@ STEPS = 3  # recurrent draft steps compared
 ROWS = 6  # positions in the first of them
 
 
+def as_served(draft: Eagle1) -> Eagle1:
+    """The draft as engines run it: they know no part of the vocabulary."""
+    return draft.over_whole_vocabulary()
+
+
 def vllm(draft: Eagle1, target: Target) -> Layout:
-    whole = draft.over_whole_vocabulary()
+    whole = as_served(draft)
     config = {"architectures": ["LlamaForCausalLM"], **layer_config(whole.shape, whole, target)}
     note = (
         f"the draft chose among {draft.shape.draft_vocab_size} tokens where it was trained and measured, and "
@@ -96,7 +101,7 @@ def check(folder: Path, draft: Eagle1, target: Target) -> None:
     In float32, over recurrent steps, from the first position and from a far one, with random features and
     tokens.
     """
-    trained = in_float32(draft.over_whole_vocabulary(), target)
+    trained = in_float32(as_served(draft), target)
     reading = Eagle1Reading(folder, trained.embedding, target.head.weight.to("cpu", torch.float32))
     check_tokens(folder, reading, target)
     check_embedding(reading, trained)
