@@ -15,14 +15,17 @@ serve both.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon
+from torch.optim import AdamW
+from torch.overrides import TorchFunctionMode
 
 from configs.errors import ConfigError
+from configs.hardware import native_dtype
 from configs.schema import Optimizer, TrainerConfig
 from train.objectives import Objective
 
@@ -99,6 +102,28 @@ def muon(objective: Objective, matrices: list[nn.Parameter], trainer: TrainerCon
     peak = trainer.lr if trainer.muon_lr is None else trainer.muon_lr
     groups = by_rate(objective, matrices, peak, trainer.weight_decay)
     return Muon(groups, peak, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+
+
+class Muon(torch.optim.Muon):
+    """torch's, which orthogonalises in bfloat16; in float32 on devices without that.
+
+    On a CPU without instructions for it, nineteen twentieths of a training step went there (EAGLE-3 for a
+    target of 576 columns, 1,024 tokens).
+    """
+
+    def step(self, closure: Any = None) -> Any:
+        device = self.param_groups[0]["params"][0].device
+        with nullcontext() if native_dtype(str(device)) == "bfloat16" else Unrounded():
+            return super().step(closure)
+
+
+class Unrounded(TorchFunctionMode):
+    """Within, `Tensor.bfloat16()` is a copy in the tensor's own dtype."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.bfloat16:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
 
 
 def by_rate(
