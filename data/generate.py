@@ -121,8 +121,12 @@ def row_of(target: Target, prompt: Prompt, sampling: Sampling) -> Row:
 
 def room(target: Target, id: str, length: int, wanted: int) -> int:
     """How many tokens the target's context leaves after a prompt (`wanted`, where it says of no end).
-    `TrafficError` if none."""
-    context = getattr(target.config, "max_position_embeddings", None) or length + wanted
+    `TrafficError` if none.
+
+    A window ends it as well: the steps' mask, which keeps rows of different lengths apart, knows none.
+    """
+    ends = (getattr(target.config, "max_position_embeddings", None), target.window)
+    context = min((end for end in ends if end), default=length + wanted)
     if length >= context:
         raise TrafficError(
             f"Prompt {id} has {length} tokens and the context of {target.name} ends at {context}. Set "

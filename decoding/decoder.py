@@ -433,8 +433,9 @@ def check(request: Request, window: int | None) -> None:
     if window is not None and longest > window:
         raise TrafficError(
             f"A prompt of {len(request.prompt)} tokens and {request.params.max_new_tokens} new ones pass the "
-            f"{window} tokens that the target's sliding window sees, where rejected tokens cannot be "
-            "taken back. Shorten the prompt, or set decode.max_new_tokens lower."
+            f"{window} tokens up to which the target reads a text alike, whatever is drafted behind it: its "
+            "sliding window, or the length from which its rotary embeddings change. Shorten the prompt, or "
+            "set decode.max_new_tokens lower."
         )
 
 

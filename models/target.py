@@ -1,9 +1,9 @@
 """The target: the frozen model whose law counts, behind the few things that the other rooms need of it.
 
 Any Hugging Face causal language model (a hub name, a folder, a GGUF file) whose head is one linear map of its
-last hidden state and whose layers attend to all of the text, or to a window that the text stays within. Both
-are proved when it is loaded, because a model for which they do not hold would decode and train without an
-error, and wrongly.
+last hidden state and whose layers attend to what a mask says, at the positions they are told, be it all of
+the text or a window that the text stays within. Both are proved when it is loaded, because a model for which
+they do not hold would decode and train without an error, and wrongly.
 
 Layers are counted as in HF's `hidden_states` (design.md, idea 4): 0 is the embedding output, i the input of
 decoder layer i, and the number of layers is the last hidden state, after the final norm.
@@ -66,6 +66,8 @@ LOGIT_CHANGES = (
 
 # Largest difference that rounding explains, as a share of the largest magnitude.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+
+MANY_ROUNDINGS = 8  # times that, where another kernel ran in every layer
 
 SAMPLES = 1024  # values per parameter that enter the fingerprint
 
@@ -164,13 +166,16 @@ class Target:
 
     @cached_property
     def window(self) -> int | None:
-        """Tokens that a layer with a sliding window attends to; None if all layers attend to everything.
+        """Tokens that texts must fit in; None if they may be of any length.
 
-        Texts must fit in it: a tree's mask says nothing of windows, and rows of K/V are kept.
+        Of a layer with a sliding window those that it attends to: a tree's mask says nothing of windows, and
+        rows of K/V are kept. Of rotary embeddings that change with the text's length (`longrope`, `dynamic`)
+        those up to the change: it is made for all rows of a forward at once, by the furthest of them, so that
+        a token would be rotated by how far a tree or another sequence reaches.
         """
         layers = DynamicCache(config=self.model.config).layers
         windows = [layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        return min(windows, default=None)
+        return min([*windows, *rotary_limits(self.config)], default=None)
 
     @property
     def device(self) -> torch.device:
@@ -259,12 +264,14 @@ class Target:
         """Proves on a tiny forward what the rest of Leadout relies on, or raises `TargetError`:
 
         no weight missing, a tokenizer that fits the head, a cache that can be cropped, finite logits equal to
-        `lm_head(last_hidden)`, and taps equal to HF's `hidden_states`.
+        `lm_head(last_hidden)`, taps equal to HF's `hidden_states`, and a tree's nodes that see their own past
+        alone.
         """
         self._check_weights()
         self._check_tokenizer()
         self._check_cache()
         self._check_outputs()
+        self._check_tree()
 
     def _check_weights(self) -> None:
         missing = [name for name, weight in self.model.named_parameters() if weight.is_meta]
@@ -327,6 +334,47 @@ class Target:
                     f"Layer {index} of target {self.name}: the input of the decoder layer is not "
                     f"hidden_states[{index}] (they differ by up to {gap(mine, theirs):.3g}). Features taken "
                     "there would not be what engines feed a draft, so this architecture cannot be used."
+                )
+
+    @torch.no_grad()
+    def _check_tree(self) -> None:
+        """Two sequences of different lengths in one cache, each with a tree of two branches behind it: every
+        leaf's logits are those of its own text alone."""
+        if self.config._attn_implementation not in ("sdpa", "eager"):
+            return  # takes no mask, and is refused where one is needed
+        if "local" in (getattr(self.config, "attention_layers", None) or ()):
+            raise TargetError(
+                f"Target {self.name} has local layers (attention_layers), which count columns of the cache "
+                "instead of positions, which differ in a batch and in a tree. Use a target without them."
+            )
+        lengths, leaves = (3, 6), (1, 2)
+        longest, device = max(lengths), self.device
+        ids = torch.arange(2 * (longest + 3), device=device).view(2, -1) * 7 % self.vocab_size
+        text, tree = ids[:, :longest], ids[:, longest:]
+        cache = DynamicCache(config=self.model.config)
+        start = torch.tensor(lengths, device=device)[:, None]
+        mask = torch.zeros(2, 1, 3, longest + 3, dtype=torch.bool, device=device)
+        mask[..., :longest] = (torch.arange(longest, device=device) < start)[:, None, None]
+        mask[..., longest:] = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool, device=device)
+        depths = torch.tensor([0, 1, 1], device=device)
+        try:
+            self.forward(text, cache=cache, logits=False)
+            found = self.forward(tree, positions=start + depths, mask=mask, cache=cache).logits
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise TargetError(
+                f"Target {self.name} takes no mask of a tree of tokens ({first_line(error)}), so several "
+                "drafted tokens cannot be verified at once. Use a target with rotary or learned positions."
+            ) from error
+        assert found is not None
+        for row, leaf in ((row, leaf) for row in range(2) for leaf in leaves):
+            own = [*text[row, : lengths[row]].tolist(), int(tree[row, 0]), int(tree[row, leaf])]
+            expected = self.forward(torch.tensor([own], device=device)).logits
+            assert expected is not None
+            if not close(found[row, leaf], expected[0, -1], MANY_ROUNDINGS):
+                raise TargetError(
+                    f"Target {self.name} does not attend by mask and position alone: after a drafted token "
+                    f"its logits differ by {gap(found[row, leaf], expected[0, -1]):.3g} from those of the "
+                    "same text by itself. Use a target with rotary or learned positions."
                 )
 
     def _suspects(self) -> str:
@@ -455,6 +503,18 @@ def save_target(target: Target, folder: Path) -> None:
     write_folder(folder, write)
 
 
+def rotary_limits(config: Any) -> list[int]:
+    """The lengths of text from which on rotary embeddings are others; a configuration may have them by kind
+    of layer."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    kinds = [stated, *(part for part in stated.values() if isinstance(part, dict))]
+    limits = {
+        "longrope": lambda kind: kind["original_max_position_embeddings"],
+        "dynamic": lambda kind: config.max_position_embeddings,
+    }
+    return [int(limits[kind["rope_type"]](kind)) for kind in kinds if kind.get("rope_type") in limits]
+
+
 def find_decoder(model: Any, name: str) -> tuple[Any, nn.ModuleList]:
     """What stands below the head, and its layers."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
@@ -510,10 +570,10 @@ def refuse_incomplete(report: Any, name: str) -> None:
         )
 
 
-def close(a: Tensor, b: Tensor) -> bool:
+def close(a: Tensor, b: Tensor, roundings: int = 1) -> bool:
     """Whether two tensors differ by no more than rounding in their dtype explains."""
     scale = max(b.abs().max().item(), 1e-6)
-    return gap(a, b) <= TOLERANCE.get(a.dtype, 2**-7) * scale
+    return gap(a, b) <= roundings * TOLERANCE.get(a.dtype, 2**-7) * scale
 
 
 def gap(a: Tensor, b: Tensor) -> float:

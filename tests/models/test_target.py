@@ -9,9 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     MistralConfig,
@@ -230,6 +234,43 @@ def test_sliding_window_is_told() -> None:
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16))
     assert Target.wrap(model, tiny_tokenizer()).window == 16
     assert Target.wrap(tiny_model(), tiny_tokenizer()).window is None
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}, 32),
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),
+        ({"rope_type": "linear", "factor": 2.0}, None),
+    ],
+)
+def test_where_rotary_embeddings_change_is_told(rope: dict[str, Any], limit: int | None) -> None:
+    parameters = {"rope_theta": 10000.0, "original_max_position_embeddings": 32, **rope}
+    model = tiny_model(max_position_embeddings=64, rope_parameters=parameters)
+    assert Target.wrap(model, tiny_tokenizer()).window == limit
+
+
+def test_local_layers_are_refused() -> None:
+    kinds = [[["global", "local"], 1]]
+    model = GPTNeoForCausalLM(
+        GPTNeoConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=kinds)
+    )
+    with pytest.raises(TargetError, match="count columns of the cache"):
+        Target.wrap(model, tiny_tokenizer())
+
+
+def test_positions_that_follow_from_columns_are_refused() -> None:
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(TargetError, match="takes no mask of a tree"):
+        Target.wrap(model, tiny_tokenizer())
+
+
+def test_a_model_that_reads_siblings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target()
+    leaky = target._as_attention
+    monkeypatch.setattr(Target, "_as_attention", lambda self, mask: leaky(torch.ones_like(mask)))
+    with pytest.raises(TargetError, match="by mask and position alone"):
+        target.check()
 
 
 def test_scaled_logits_are_refused_by_name() -> None:
