@@ -10,11 +10,11 @@ from functools import cache
 
 
 def native_dtype(device: str) -> str:
-    """bfloat16 where `device` (auto, cpu, cuda, ...) has instructions for it, otherwise float32.
+    """bfloat16 where there are matrix kernels for it on `device` (auto, cpu, cuda, ...), otherwise float32.
 
     Half the bytes are half the time for a forward over one token anywhere. Over several, a CPU without such
-    instructions converts every operand: 8 rows take twice as long as in float32, 512 seven times (a layer of
-    576 x 1536 on an AMD EPYC of the third generation, 2 threads, torch 2.13).
+    kernels (x86 without AVX-512) converts every operand: 8 rows take twice as long as in float32, 512 seven
+    times (a layer of 576 x 1536 on an AMD EPYC of the third generation, 2 threads, torch 2.13).
     """
     import torch  # not above: it takes seconds to load, and most configurations name their dtypes
 
@@ -30,7 +30,8 @@ def native_dtype(device: str) -> str:
 
 @cache
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU's matrix kernels compute in bfloat16."""
+    """Whether oneDNN has bfloat16 kernels for this CPU. On AVX-512 without bfloat16 instructions they compute
+    in float32 from half the bytes."""
     import torch
 
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

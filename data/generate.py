@@ -154,7 +154,7 @@ def prefill(target: Target, prompts: list[list[int]]) -> tuple[Tensor, DynamicCa
     """
     longest = -(-max(len(ids) for ids in prompts) // GRAIN) * GRAIN
     padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts], device=target.device)
-    cache = DynamicCache(config=target.model.config)
+    cache = DynamicCache()  # of the configuration's kinds, one with a sliding window would drop rows
     positions = torch.arange(longest, device=target.device).expand(len(prompts), -1)
     hidden = target.forward(padded, positions=positions, cache=cache, logits=False).last_hidden
     last = torch.tensor([len(ids) - 1 for ids in prompts], device=target.device)

@@ -28,7 +28,16 @@ from configs.schema import Config
 from data.generate import Sampling, answers, loops, room
 from data.server import Fleet, Reply, urls_of
 from data.template import Template
-from data.tokens import REPLIES, REPLIES_META, Prompt, each_row, prepared, prompt_in, read_object
+from data.tokens import (
+    REPLIES,
+    REPLIES_META,
+    Prompt,
+    each_row,
+    prepared,
+    prompt_in,
+    prompt_key,
+    read_object,
+)
 from data.traffic import Refused
 from models.files import append_line, ensure_writable, lines_at, open_append, write_atomic, write_json
 from models.target import Target
@@ -79,7 +88,7 @@ def regenerate(config: Config, console: Console) -> None:
         with recording(file, len(missing), tally, console) as record:
             answering((row for row in asked_rows(config) if row["id"] in missing), record)
         if tally.counts["replies"] == len(missing):
-            put_in_order(folder / REPLIES, (row["id"] for row in asked_rows(config)))
+            put_in_order(folder / REPLIES, asked_rows(config))
     tell(tally, time.perf_counter() - began, console)
 
 
@@ -128,14 +137,8 @@ def short(value: Any) -> str:
 
 def unanswered(config: Config) -> dict[str, int]:
     """The ids of the rows whose very prompt has no reply yet, and their prompts' lengths."""
-    done = {
-        row["id"]: hash(tuple(row["prompt_ids"])) for _, row in lines_at(Path(config.data.folder) / REPLIES)
-    }
-    return {
-        row["id"]: len(row["prompt_ids"])
-        for row in asked_rows(config)
-        if done.get(row["id"]) != hash(tuple(row["prompt_ids"]))
-    }
+    done = {prompt_key(row) for _, row in lines_at(Path(config.data.folder) / REPLIES)}
+    return {row["id"]: len(row["prompt_ids"]) for row in asked_rows(config) if prompt_key(row) not in done}
 
 
 @contextmanager
@@ -283,10 +286,10 @@ def line_of(row: Row, reply: Reply) -> dict[str, Any]:
     return line | ({"retokenised": True, "server_tokens": reply.counted} if reply.retokenised else {})
 
 
-def put_in_order(path: Path, ids: Iterable[str]) -> None:
-    """Puts the replies in the order of `ids`, one for each; those to other prompts follow as they stand."""
-    places = {row["id"]: at for at, row in lines_at(path)}
-    order = [place for id in ids if (place := places.pop(id, None)) is not None]
+def put_in_order(path: Path, rows: Iterable[Row]) -> None:
+    """Puts the replies in the order of `rows`, one for each; those to other prompts follow as they stand."""
+    places = {prompt_key(row): at for at, row in lines_at(path)}
+    order = [place for row in rows if (place := places.pop(prompt_key(row), None)) is not None]
     order += sorted(places.values())
 
     def write(temporary: Path) -> None:

@@ -91,8 +91,8 @@ class Server:
         return (1 if self.failures else most) - self.under_way
 
     def failed(self, error: Unavailable, now: float, longest_wait: float) -> None:
-        """Rests twice as long each time, or as long as the server asks for. What was under way when a rest
-        began fails with it, and counts once."""
+        """Rests twice as long each time, or as long as the server asks for, but never longer than
+        `longest_wait`. What was under way when a rest began fails with it, and counts once."""
         self.last_failure = str(error)
         if now >= self.rests_until:
             self.failures += 1

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import jinja2
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from configs.errors import TargetError, TrafficError
 from configs.schema import MaskTurns, TargetConfig
@@ -151,6 +151,11 @@ class Template:
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None, MaskTurns.last
         )
         last = list(compress(ids, mask))[-1]
+        if not self.eos_ids:
+            raise TrafficError(
+                f"{self.name} has no end token, so nothing says where a reply ends. Set eos_token_id in its "
+                "generation_config.json, or eos_token of its tokenizer."
+            )
         return last if last in self.eos_ids else min(self.eos_ids)
 
     def reply_span(self, ids: list[int], before: str, through: str) -> tuple[int, int]:
@@ -196,11 +201,19 @@ class Template:
 
 
 def configured_eos(cfg: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """As `Target.eos_ids`: the generation config's end tokens, where there is one, and the tokenizer's."""
+    """As `Target.eos_ids`: the end tokens of the generation config, or else of the model's, and the
+    tokenizer's."""
+    revision = cfg.revision or "main"
     try:
-        generation = GenerationConfig.from_pretrained(cfg.name, revision=cfg.revision or "main")
+        generation = GenerationConfig.from_pretrained(cfg.name, revision=revision)
     except (OSError, ValueError):
-        generation = GenerationConfig()
+        try:
+            model = AutoConfig.from_pretrained(
+                cfg.name, revision=revision, trust_remote_code=cfg.trust_remote_code
+            )
+            generation = GenerationConfig.from_model_config(model)
+        except (OSError, ValueError):  # a server's model may be known here by its tokenizer alone
+            generation = GenerationConfig()
     return find_eos(SimpleNamespace(generation_config=generation), tokenizer)
 
 

@@ -206,10 +206,10 @@ def build(cfg: Config, target: Target, counts: Counter[str]) -> Iterator[TokenRo
 def replied_rows(cfg: Config, counts: Counter[str]) -> Iterator[TokenRow]:
     """Train prompts with their replies; a reply to a prompt that changed or left the split is not used."""
     path = Path(cfg.data.folder) / REPLIES
-    places = {row["id"]: at for at, row in lines_at(path)}  # of several under one id, the last
+    places = {prompt_key(row): at for at, row in lines_at(path)}  # of several to one prompt, the last
     with open(path, "rb") as file:
-        for prompt in map(prompt_in, each_row(cfg, "train")):
-            reply = line_at(file, places.pop(prompt.id, None))
+        for row in each_row(cfg, "train"):
+            prompt, reply = prompt_in(row), line_at(file, places.pop(prompt_key(row), None))
             if reply.get("prompt_ids") != prompt.ids:
                 counts["left out, not answered"] += 1
                 continue
@@ -218,6 +218,11 @@ def replied_rows(cfg: Config, counts: Counter[str]) -> Iterator[TokenRow]:
             mask = [0] * len(prompt.ids) + [1] * len(reply["reply_ids"])
             yield TokenRow(prompt.id, prompt.category, prompt.ids + reply["reply_ids"], mask)
     counts["replies to prompts no longer in train"] = len(places)
+
+
+def prompt_key(row: dict[str, Any]) -> int:
+    """What a reply is found by: its prompt's tokens, since ids change when other rows come to share them."""
+    return hash(tuple(row["prompt_ids"]))
 
 
 def line_at(file: IO[bytes], place: int | None) -> dict[str, Any]:

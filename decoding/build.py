@@ -41,7 +41,8 @@ def build_decoder(
     if decode.pad_trees or decode.stop_drafting is StopDrafting.marginal:
         fixed = DecodeConfig(drafters=decode.drafters, proposal=decode.proposal)
         drafter = build_drafter(target, draft, fixed)
-        costs = measured_costs(target, drafter, name, decode.batch_size, compiled=compiled)
+        named = " ".join([name, *(kind.value for kind in decode.drafters)])
+        costs = measured_costs(target, drafter, named, decode.batch_size, compiled=compiled)
     return Decoder(
         target,
         build_drafter(target, draft, decode, costs),

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 from configs.errors import ConfigError
 from decoding.cache import KVCache
@@ -41,7 +42,7 @@ from models.target import Target
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-VERSION = 2  # raise it when times are taken in another way
+VERSION = 3  # raise it when times are taken in another way
 FOLDER = Path("artifacts/costs")
 SHORTEST = 128  # contexts up to it share a bucket
 
@@ -300,11 +301,13 @@ def conditions(target: Target, batch: int, context: int) -> dict[str, Any]:
         "target": target.fingerprint(),
         "attention": target.config._attn_implementation,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "packed": target.packed,
         "device": str(target.device),
         "cpu": machine["cpu"],
         "gpu": machine["gpu"],
         "threads": machine["threads"],
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "batch": batch,
         "context": context,
     }

@@ -33,8 +33,10 @@ from decoding.clock import now
 from decoding.compiled import Compiled
 from decoding.decoder import Decoder
 from decoding.drafters.plain import PlainDrafter
+from decoding.law import Law
 from decoding.sequence import Generation, Params, Request, Round
 from decoding.verify import lossless
+from decoding.warp import Warp
 from eval.dialogue import Dialogue
 from eval.generate import generate
 from eval.machine import Contention, PeakMemory
@@ -279,11 +281,12 @@ class Bench:
         )
 
     def two_best(self, text: list[int]) -> tuple[float, float]:
-        """The target's two largest logits after `text`."""
+        """The target's two largest logits after `text`, as the law shapes them."""
         ids = torch.tensor([text], device=self.target.device)
         logits = self.target.forward(ids, last_logits_only=True).logits
         assert logits is not None
-        best, second = logits[0, -1].float().topk(2).values.tolist()
+        law = Law(Warp(repetition_penalty=self.config.decode.repetition_penalty), text)
+        best, second = law.shaped(logits[0, -1].float(), ()).topk(2).values.tolist()
         return best, second
 
     def compare_generate(
@@ -292,7 +295,7 @@ class Bench:
         """The same prompt through transformers' `generate`, greedily, compared token for token."""
         if not self.config.eval.compare_generate or params.stop:
             return None
-        tokens, seconds = generate(self.target, prompt.ids, params.max_new_tokens)
+        tokens, seconds = generate(self.target, prompt.ids, params.max_new_tokens, params.repetition_penalty)
         return {
             "new_tokens": len(tokens),
             "seconds": seconds,

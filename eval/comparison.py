@@ -130,6 +130,11 @@ CONDITIONS: tuple[tuple[str, Callable[[dict[str, Any]], str], str], ...] = (
     ("threads", lambda found: str(found["hardware"]["threads"]), TIMES),
     ("attention", lambda found: found["target"]["attention"], TIMES),
     (
+        "weights",
+        lambda found: "packed" if found["config"].get("target", {}).get("pack") else "as loaded",
+        TIMES,
+    ),
+    (
         "forwards",
         lambda found: "compiled" if found["config"].get("decode", {}).get("compile") else "eager",
         TIMES,

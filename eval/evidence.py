@@ -18,6 +18,7 @@ from configs.errors import TrafficError
 from configs.schema import Config
 from decoding.shapes import Conditions, read_shape
 from eval.measure import default_output
+from eval.rows import is_chain
 from eval.tree import default_file
 from models.checkpoint import find_draft
 
@@ -60,11 +61,6 @@ class Evidence:
         return nearest([row for row in self.rows if row["method"] != "plain" and not is_chain(row)], batch)
 
 
-def is_chain(row: Row) -> bool:
-    """Whether it is the draft's own chain, whose positions have conditional acceptances of their own."""
-    return (row["tree"], row["drafters"]) == ("chain", ["draft"])
-
-
 def nearest(rows: Sequence[Row], batch: int) -> Row | None:
     """That of the largest batch size up to `batch`, or of the smallest."""
     ascending = sorted(rows, key=lambda row: row["batch_size"])
@@ -99,8 +95,11 @@ def evidence_of(config: Config) -> Evidence:
 
 def chain_acceptance(row: Row, source: str) -> Acceptance:
     middle = [one for one in row["conditional_acceptance"] if one is not None]
-    ends = row["mean_acceptance_length_ci"] or [row["mean_acceptance_length"]] * 2
-    low, high = (scaled(middle, len(middle), end) for end in ends)
+    tau = row["mean_acceptance_length"]
+    # In proportion: τ also counts rounds that had less left to draft, so it lies somewhat below E(K).
+    whole = expected_tokens(middle, len(middle))
+    ends = row["mean_acceptance_length_ci"] or [tau] * 2
+    low, high = (scaled(middle, len(middle), whole * end / tau) for end in ends)
     return Acceptance(middle, low, high, source)
 
 

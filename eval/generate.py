@@ -12,17 +12,20 @@ from models.target import Target
 
 
 @torch.inference_mode()
-def generate(target: Target, prompt: Sequence[int], max_new_tokens: int) -> tuple[list[int], float]:
+def generate(
+    target: Target, prompt: Sequence[int], max_new_tokens: int, repetition_penalty: float = 1.0
+) -> tuple[list[int], float]:
     """(new tokens, the end token included; seconds).
 
-    The model's generation defaults are set aside while it runs: a repetition penalty would make another law
-    of it.
+    The model's generation defaults are set aside while it runs: a repetition penalty of theirs would make
+    another law of it.
     """
     ids = torch.tensor([list(prompt)], device=target.device)
     ends = sorted(target.eos_ids)
     settings = GenerationConfig(
         do_sample=False,
         max_new_tokens=max_new_tokens,
+        repetition_penalty=repetition_penalty,
         eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else 0,
     )

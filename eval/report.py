@@ -51,7 +51,7 @@ from eval.pictures import (
     held_against,
     sweep,
 )
-from eval.rows import verdict
+from eval.rows import is_chain, verdict
 from eval.sections import drawings, section
 from models.files import storage, write_bytes, write_text
 
@@ -237,7 +237,7 @@ def held(measurement: dict[str, Any], prediction: dict[str, Any] | None) -> Held
         row["batch_size"]: row
         for row in measurement["rows"]
         if row["temperature"] == temperature
-        and (row["tree"], row["drafters"]) == ("chain", ["draft"])
+        and is_chain(row)
         and row["category"] == row["context_bucket"] == "all"
     }
     if not chains:

@@ -486,6 +486,12 @@ def shares(spans: Sequence[tuple[float, float]]) -> list[float]:
     return found
 
 
+def is_chain(row: dict[str, Any]) -> bool:
+    """Whether it is the draft's own chain of a fixed length, whose positions have conditional acceptances of
+    their own. Where the draft stops when it is unsure, they are those of its sure moments."""
+    return (row["tree"], row["drafters"], row["stop_drafting"]) == ("chain", ["draft"], "fixed")
+
+
 def verdict(row: dict[str, Any]) -> str:
     """What a row's interval says about speed: 1.0 is plain decoding."""
     ends: Interval = row["speedup_ci"]

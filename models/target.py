@@ -99,6 +99,7 @@ class Target:
         self.name = name
         self.revision = revision
         self.quantize = quantize
+        self.packed = False  # whether linear layers are also in the CPU's layout (models/packing.py)
         self.config = model.config.get_text_config(decoder=True)
         self.decoder, self.layers = find_decoder(model, name)
         self.head = find_head(model, name)
@@ -120,12 +121,11 @@ class Target:
         target = cls(model, tokenizer, cfg.name, cfg.revision, cfg.quantize)
         if cfg.quantize is not None:
             refuse_unquantised(target.layers, cfg.name)
-        if cfg.pack:
-            pack(target.model)
+        target.packed = cfg.pack and pack(target.model) > 0
         target.check()
         if target.dtype is torch.bfloat16 and target.device.type == "cpu" and not cpu_has_bfloat16():
             log.warning(  # a warning, so that it is seen where no logging was set up
-                "target.dtype=bfloat16, and this CPU has no instructions for it: a forward over several "
+                "target.dtype=bfloat16, and there are no kernels for it on this CPU: a forward over several "
                 "tokens takes several times as long as in float32. Set target.dtype=float32."
             )
         return target

@@ -13,7 +13,8 @@ greedily, in turn, and compares
     python -m scripts.serve_check --all                                  every pair in CHECKS
     ... --exported FOLDER                                                a folder that is there, as it is
 
-The draft is exported anew, in the dtype that is served, and that export is what both sides decode with.
+The draft is exported anew, in the dtype that is served, and read back; the built-in decoder runs the native
+one. With --exported FOLDER that folder is served unread, whatever it holds, against the draft of --draft.
 Results accumulate in --out, one row for each engine and draft method; a check that fails is a row with its
 reason. Every prompt is on the disk before the next begins, and the same command goes on after the last one.
 Environments come from `make engines`. Exit status: 0 all agree, 3 something differs or failed.
@@ -586,7 +587,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", choices=list(ENGINES), default="vllm")
     parser.add_argument("--experiment", default="smollm2_cpu", help="the recipe: target, prompts, K")
     parser.add_argument("--draft", help="a run's or a draft's folder; without it the recipe's newest")
-    parser.add_argument("--exported", type=Path, help="serve this exported folder as it is")
+    parser.add_argument("--exported", type=Path, help="serve this exported folder as it is; needs --draft")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--all", action="store_true", help="every engine and draft in CHECKS")
@@ -596,6 +597,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console = Console()
     with paragraphs():
         quiet_libraries()
+        if options.exported is not None and options.draft is None:
+            raise ConfigError("--exported serves a folder as it is: name its draft, by --draft.")
+        if min(options.prompts, options.max_new_tokens) < 2:
+            raise ConfigError(
+                "One prompt has no interval, and one token no round: give --prompts and "
+                "--max-new-tokens 2 or more."
+            )
         checks = CHECKS if options.all else [(options.engine, options.experiment)]
         statuses = []
         for engine, experiment in checks:

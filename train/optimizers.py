@@ -107,7 +107,7 @@ def muon(objective: Objective, matrices: list[nn.Parameter], trainer: TrainerCon
 class Muon(torch.optim.Muon):
     """torch's, which orthogonalises in bfloat16; in float32 on devices without that.
 
-    On a CPU without instructions for it, nineteen twentieths of a training step went there (EAGLE-3 for a
+    On a CPU without kernels for it, nineteen twentieths of a training step went there (EAGLE-3 for a
     target of 576 columns, 1,024 tokens).
     """
 

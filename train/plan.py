@@ -27,6 +27,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def traffic_of(config: Config) -> Traffic:
             return prepared(load(cached[-1])[0], most, f"the newest token rows in {folder}")
         if written and train.exists():
             reply = config.regenerate.max_new_tokens
-            rows = [(len(row["prompt_ids"]) + reply, reply) for row in read_lines(train)]
+            asked_for = islice(read_lines(train), config.regenerate.max_prompts)
+            rows = [(len(row["prompt_ids"]) + reply, reply) for row in asked_for]
             return Traffic(rows, sorted(rows, reverse=True), f"prompts in {folder}, replies at their longest")
     length, count = asked.length or most // 2, asked.rows or ROWS
     reply = min(most - 1, config.regenerate.max_new_tokens) if written else most - 1

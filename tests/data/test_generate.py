@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from configs.errors import TrafficError
 from data.generate import Row, Sampling, Slots, answers, loops, next_group, prefill, row_of, sampler
 from data.tokens import Prompt
 from models.target import Target
-from tests.conftest import tiny_target
+from tests.conftest import tiny_target, tiny_tokenizer
 
 # Lengths 1 to 9, so that every batch is ragged.
 PROMPTS = [Prompt(f"p{i}", "c", [(7 * i + 3 * j) % 61 + 3 for j in range(1 + i % 9)]) for i in range(13)]
@@ -92,6 +93,19 @@ def test_token_without_probability_is_never_drawn() -> None:
 
     row = Row(PROMPTS[0], 1, Zero(np.random.Philox(0)))
     assert sampler(Sampling(1, temperature=1.0))(torch.tensor([[-torch.inf, 0.0, 0.0]]), [row]) == [1]
+
+
+def test_a_window_ends_the_reply_and_shifts_nothing() -> None:
+    """Of a padded prompt of 64 tokens HF's own sliding cache would keep the last 63."""
+    settings = tiny_target().config.to_dict() | {"sliding_window": 64}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sliding = MistralForCausalLM(MistralConfig(**settings))
+    target = Target.wrap(sliding, tiny_tokenizer())
+    target.eos_ids = frozenset()
+    prompts = [Prompt(f"p{n}", "c", [(7 * n + 3 * j) % 61 + 3 for j in range(n)]) for n in (5, 40, 50, 60)]
+    expected = {prompt.id: generated(target, prompt.ids, min(12, 64 - len(prompt.ids))) for prompt in prompts}
+    assert replies(target, Sampling(12), 4, prompts) == expected
 
 
 def test_context_ends_the_reply() -> None:

@@ -122,6 +122,21 @@ def test_more_prompts_are_fine_and_fewer_cost_nothing(tmp_path: Path, saved: str
     assert "nothing to do" in run(cfg)
 
 
+def test_prompts_that_were_answered_under_another_id_are_not_asked_again(tmp_path: Path, saved: str) -> None:
+    first, second = (
+        write_rows(
+            tmp_path / f"{name}.jsonl",
+            *[{"id": f"{i}", "messages": chat(f"why {name} {i}")} for i in range(3)],
+        )
+        for name in ("one", "two")
+    )
+    cfg = config(tmp_path / "data", saved, [first], heldout_fraction=0.0)
+    for sources, told in (([first], "3 of 3"), ([first, second], "3 of 6")):
+        cfg.data.sources = config(tmp_path / "data", saved, sources).data.sources
+        prepare(cfg, Console(file=io.StringIO()))
+        assert f"{told} train prompts to answer" in run(cfg)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "told"),
     [

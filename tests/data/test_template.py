@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from configs.errors import TargetError, TrafficError
 from configs.schema import MaskTurns, TargetConfig
@@ -157,11 +158,20 @@ def test_fingerprint_follows_the_templates_text() -> None:
     assert letters().fingerprint() == letters().fingerprint() != letters(FORGETFUL).fingerprint()
 
 
+def test_a_tokenizer_without_an_end_is_told() -> None:
+    endless = Template(letter_tokenizer(), "letters", frozenset())
+    with pytest.raises(TrafficError, match="Set eos_token_id"):
+        endless.ended([ALPHABET.index("t")])
+
+
 def test_load_without_weights(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     template = Template.load(TargetConfig(name=str(tmp_path)))
     assert template.eos_ids == {3}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert Template.load(TargetConfig(name=str(tmp_path))).eos_ids == {3, 5, 6}
+    (tmp_path / "generation_config.json").unlink()
+    LlamaConfig(eos_token_id=[7, 8]).save_pretrained(tmp_path)  # as transformers takes them, then
+    assert Template.load(TargetConfig(name=str(tmp_path))).eos_ids == {3, 7, 8}
     with pytest.raises(TargetError, match=r"Check target\.name"):
         Template.load(TargetConfig(name=str(tmp_path / "nowhere")))

@@ -56,7 +56,7 @@ def test_replies_are_joined_with_the_train_prompts(tmp_path: Path, target: Targe
     assert rows == [TokenRow("a", "c", [5, 6, 10, EOS], [0, 0, 1, 1])]
     assert "1 token rows to train on" in printed
     assert "left out, not answered: 2" in printed
-    assert "replies to prompts no longer in train: 1" in printed
+    assert "replies to prompts no longer in train: 2" in printed
     assert "trained tokens: 2" in printed
 
 
@@ -110,12 +110,20 @@ def test_rows_are_a_sequence(tmp_path: Path, target: Target) -> None:
 
 
 def test_reply_given_again_counts_once(tmp_path: Path, target: Target) -> None:
-    """The last of one id: its prompt has changed since the first."""
+    """The last to one prompt."""
     write_rows(tmp_path / "train.jsonl", train("a", [5, 6]))
-    write_rows(tmp_path / "replies.jsonl", reply("a", [5], [9]), reply("a", [5, 6], [10, EOS]))
+    write_rows(tmp_path / "replies.jsonl", reply("a", [5, 6], [9]), reply("a", [5, 6], [10, EOS]))
     rows, printed = loaded(config(tmp_path), target)
     assert rows == [TokenRow("a", "c", [5, 6, 10, EOS], [0, 0, 1, 1])]
     assert "no longer in train" not in printed
+
+
+def test_a_reply_stays_its_prompts_when_ids_change(tmp_path: Path, target: Target) -> None:
+    """Preparation extends an id that another row comes to share."""
+    write_rows(tmp_path / "train.jsonl", train("a-0123", [5, 6]), train("a-4567", [7]))
+    write_rows(tmp_path / "replies.jsonl", reply("a", [5, 6], [10, EOS]))
+    rows, _ = loaded(config(tmp_path), target)
+    assert rows == [TokenRow("a-0123", "c", [5, 6, 10, EOS], [0, 0, 1, 1])]
 
 
 def test_key_covers_data_template_and_length(tmp_path: Path, target: Target) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import DecodeConfig, StopDrafting
+from configs.schema import DecodeConfig, Drafting, StopDrafting
 from decoding.build import build_decoder, build_drafter
 from decoding.compiled import Compiled
 from decoding.costs import (
@@ -201,11 +201,24 @@ def test_remembers_by_key_and_measures_anew_what_is_damaged(
 def test_key_has_what_a_time_depends_on(target: Target) -> None:
     key = conditions(target, batch=2, context=256)
     assert set(key) == {
-        "version", "target", "attention", "dtype", "device", "cpu", "gpu", "threads", "torch", "batch",
-        "context",
+        "version", "target", "attention", "dtype", "packed", "device", "cpu", "gpu", "threads", "torch",
+        "transformers", "batch", "context",
     }  # fmt: skip
     assert (key["dtype"], key["batch"], key["context"]) == ("float32", 2, 256)
     json.dumps(key)
+
+
+def test_each_set_of_drafters_has_its_costs(target: Target, draft: Eagle3, monkeypatch: Any) -> None:
+    named = []
+
+    def measured(target: Target, drafter: Any, name: str, *args: Any, **words: Any) -> Costs:
+        named.append(name)
+        return Costs(Curve((1,), (1.0,)), 0.5)
+
+    monkeypatch.setattr("decoding.build.measured_costs", measured)
+    for drafters in ([Drafting.lookup], [Drafting.draft], [Drafting.draft, Drafting.lookup]):
+        build_decoder(target, draft, DecodeConfig(drafters=drafters, pad_trees=True), "d")
+    assert named == ["d lookup", "d draft", "d draft lookup"]
 
 
 def test_a_pairs_costs_are_measured_once(target: Target, draft: Eagle3, tmp_path: Path) -> None:

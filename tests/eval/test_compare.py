@@ -123,6 +123,11 @@ def test_like_conditions_need_no_warning() -> None:
         ({"git": {"commit": "b" * 40, "dirty": False}}, "commit", "acceptance and speed"),
         ({"load": measurement()["load"] | {"busy": True}}, "other load", "speed and latency"),
         ({"config": {"decode": {"max_new_tokens": 9}}}, "longest answer", "acceptance and speed"),
+        (
+            {"config": measurement()["config"] | {"target": {"pack": True}}},
+            "weights",
+            "speed and latency",
+        ),
     ],
 )
 def test_what_differs_is_named_with_what_it_spoils(

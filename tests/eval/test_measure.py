@@ -120,6 +120,13 @@ def test_a_whole_measurement(config: Config) -> None:
     assert {*schema["$defs"]["row"]["properties"]} == {*stored["rows"][0], "reply"}
 
 
+def test_generate_is_given_the_penalty_too(config: Config) -> None:
+    config.eval.compare_generate = True
+    config.decode.repetition_penalty = 1.7
+    peer = run(config)[0]["generate"]
+    assert (peer["prompts"], peer["identical_plain"], peer["identical_draft"]) == (4, 4, 4)
+
+
 def test_batch_sizes_and_temperatures_are_swept(config: Config) -> None:
     """Four prompts in batches of 1 and 3; the fourth stands alone in the second batch of 3, which is filled
     up with runs of it that do not count. In float32 every way says the same."""
@@ -296,6 +303,14 @@ def test_divergence_is_found_with_its_gap(config: Config, target: Target) -> Non
     logits = target.model(torch.tensor([[5, 6, 7]])).logits[0, -1].sort(descending=True).values
     assert (found.index, found.plain, found.draft) == (1, 8, 10)
     assert found.gap == pytest.approx(float(logits[0] - logits[1]), rel=1e-4)
+    config.decode.repetition_penalty = 1.7
+    penalised = bench.divergence([5, 6], [7, 8, 9], [7, 10])
+    values = target.model(torch.tensor([[5, 6, 7]])).logits[0, -1]
+    for id in (5, 6, 7):
+        values[id] = values[id] / 1.7 if values[id] > 0 else values[id] * 1.7
+    best, second = values.sort(descending=True).values[:2].tolist()
+    assert penalised is not None
+    assert penalised.gap == pytest.approx(best - second, rel=1e-4)
     shorter = bench.divergence([5, 6], [7, 8], [7])
     assert shorter is not None
     assert (shorter.index, shorter.plain, shorter.draft) == (1, 8, None)

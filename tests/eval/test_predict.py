@@ -26,8 +26,9 @@ from configs.schema import (
 from decoding.compiled import Compiled
 from decoding.costs import Costs, Curve, Steps
 from decoding.shapes import Conditions, TreeShape, write_shape
-from eval.evidence import Acceptance, expected_tokens, scaled
+from eval.evidence import Acceptance, chain_acceptance, expected_tokens, scaled
 from eval.predict import Row, Times, TreeRow, advice, break_even, predict, row_of, speedup, tree_row, widest
+from eval.rows import is_chain
 from models.files import write_json
 from tests.eval.samples import LLAMA_8B, LLAMA_70B, tiny_pair
 
@@ -57,6 +58,19 @@ def test_scaled_acceptance_emits_what_is_wanted() -> None:
     assert expected_tokens(found, 2) == pytest.approx(1.6)
     assert found[0] == pytest.approx(2 * found[1])
     assert scaled([0.8, 0.4], 2, 3.0) == pytest.approx([1.0, 1.0])  # all there is
+
+
+def test_the_interval_contains_what_it_is_of() -> None:
+    """τ also counts rounds that had less than K left to draft: here 1.7 where E(2) is 1.9."""
+    row = measured(mean_acceptance_length=1.7, mean_acceptance_length_ci=[1.65, 1.75])
+    found = chain_acceptance(row, "")
+    low, middle, high = (expected_tokens(one, 2) for one in (found.low, found.middle, found.high))
+    assert (low, middle, high) == pytest.approx((1.9 * 1.65 / 1.7, 1.9, 1.9 * 1.75 / 1.7))
+
+
+def test_a_chain_that_stops_early_tells_nothing_of_fixed_ones() -> None:
+    assert is_chain(measured())
+    assert not is_chain(measured(stop_drafting="confidence"))
 
 
 def test_a_rows_interval_spans_acceptance_and_times() -> None:
@@ -173,6 +187,7 @@ def measured(**changes: Any) -> dict[str, Any]:
         "temperature": 0.0,
         "tree": "chain",
         "drafters": ["draft"],
+        "stop_drafting": "fixed",
         "conditional_acceptance": [0.6, 0.5, None],
         "mean_acceptance_length": 1.9,
         "mean_acceptance_length_ci": [1.8, 2.0],

@@ -377,6 +377,12 @@ def test_rows_are_supposed_where_none_are_prepared(folder: Path) -> None:
     assert found.longest[0] == (config.data.max_length, config.regenerate.max_new_tokens)
 
 
+def test_as_many_prompts_are_supposed_as_will_be_answered(overrides: list[str]) -> None:
+    config = compose([*overrides, "regenerate.max_prompts=5", "regenerate.max_new_tokens=9"])
+    (Path(config.data.folder) / "replies.jsonl").unlink()
+    assert traffic_of(config).rows == [(6 + 9, 9)] * 5
+
+
 def test_prepared_rows_are_counted(overrides: list[str]) -> None:
     found = traffic_of(compose(overrides))
     assert found.rows == [(30, 24)] * 32  # tests/train/conftest.py: prompts of 6 tokens, replies of 24
