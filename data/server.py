@@ -158,8 +158,7 @@ class Questions:
                 "tokenizer is another"
             )
         if fed is not None and ids:
-            known = len(self.template.tokenizer)
-            if not all(isinstance(id, int) and 0 <= id < known for id in ids):
+            if not all(isinstance(id, int) and 0 <= id <= self.template.largest_id for id in ids):
                 raise Unavailable("the server's token ids are none of the target's", blame=True)
             made = self.template.ended(ids) if ended else ids
             return Reply(made, "eos" if ended else "length")

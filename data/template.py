@@ -145,6 +145,11 @@ class Template:
         return ids[: next((index + 1 for index, id in enumerate(ids) if id in self.eos_ids), len(ids))]
 
     @cached_property
+    def largest_id(self) -> int:
+        """Of the tokenizer's; a vocabulary with gaps has fewer tokens than that."""
+        return max(self.tokenizer.get_vocab().values())
+
+    @cached_property
     def end_of_turn(self) -> int:
         """The token with which this template ends an assistant turn."""
         ids, mask = self.row(

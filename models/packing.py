@@ -22,7 +22,7 @@ from configs.hardware import cpu_has_bfloat16
 from models.quantization import is_quantised
 
 SHAPED_FOR = 64  # rows that the layout is chosen for; it serves fewer and more alike
-LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 4}  # fewer go through the plain kernel
+LEAST_ROWS = {torch.bfloat16: 1, torch.float32: 2}  # fewer go through the plain kernel
 MOST_ROWS = 256  # from here on reordering is lost in the product
 
 

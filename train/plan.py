@@ -184,7 +184,7 @@ def cut(
     trained: of the weights that are trained, and so of their gradients. several: whether a device has more
     than one micro-batch of a step. An update begins with the reduction of gradients over the devices.
     """
-    if n == 1 or phase == CAPTURE:  # features are captured before the draft is laid out
+    if n == 1 or phase == CAPTURE:  # before the draft is laid out, or (bounded) at most what it is whole
         return dict(held)
     weights, fresh = held.get(WEIGHTS, 0), held.get(GRADIENTS, 0) if phase == LEARN else 0
     own, bucket = trained / n, min(trained, 4 * BUCKET)
@@ -229,8 +229,11 @@ def rehearse(config: Config, method: Method, rows: Sequence[TokenRow]) -> Step:
         objective.begin(0)
         source = Online(target, rows, objective.taps)
         cached = trainer.features is Features.cached
-        before = featured(scene, CAPTURE, source, len(rows)) if cached else None
+        bounded = trainer.features_gb is not None  # then features are captured between steps
+        before = featured(scene, CAPTURE, source, len(rows)) if cached and not bounded else None
         made = settled(scene, objective, trainer)
+        if cached and bounded:
+            before = featured(scene, CAPTURE, source, len(rows))
         with scene.part(AVERAGE):
             average = None if trainer.ema is None else Average(objective, trainer.ema)
         batch, capture = before or featured(scene, FORWARD, source, len(rows))

@@ -133,8 +133,11 @@ def open_run(config: Config, contract: dict[str, Any]) -> Run:
         return named(Path(resume), contract)
     if resume == "auto" and root.is_dir():
         for folder in sorted(root.iterdir(), reverse=True):
-            same = unfinished(folder) and not differences(read_contract(folder), contract)
-            if same and (lock := locked(folder)) is not None:
+            if not unfinished(folder):
+                continue
+            if changed := differences(read_contract(folder), contract):
+                print(f"left as it is: {folder}, which is unfinished and differs in {', '.join(changed)}")
+            elif (lock := locked(folder)) is not None:
                 return Run(folder, lock)
     return create(root, config, contract)
 

@@ -281,6 +281,9 @@ def test_a_bound_on_the_disk_has_features_captured_in_each_epoch(folder: Path, t
     assert bounded["features_bytes"] == 100_000 < whole["features_bytes"]
     once, often = (one["time"]["seconds_of_capture"] for one in (whole, bounded))
     assert often == pytest.approx([3 * seconds for seconds in once])
+    # Captured between steps, beside what the optimiser keeps.
+    before, between = (phases(config_of(folder, *asked, *more)) for more in ([], ["trainer.features_gb=1"]))
+    assert (before[CAPTURE].get(STATES, 0), between[CAPTURE][STATES]) == (0, before[UPDATE][STATES])
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,16 @@ def test_auto_goes_on_with_the_newest_unfinished_run_of_the_same_contract(tmp_pa
         assert run.folder != first
 
 
+def test_an_unfinished_run_of_another_contract_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On another machine a recipe may take another dtype."""
+    for dtype in ("bfloat16", "float32"):
+        with opened(compose(["+experiment=smollm2_cpu", f"runs={tmp_path}", f"target.dtype={dtype}"])):
+            pass
+    assert "which is unfinished and differs in target.dtype" in capsys.readouterr().out
+
+
 def test_never_begins_anew(tmp_path: Path) -> None:
     with opened(config(tmp_path, resume="never")) as a, opened(config(tmp_path, resume="never")) as b:
         assert a.folder != b.folder
