@@ -21,7 +21,7 @@ from typing import IO, Any, Literal, cast, overload
 
 from rich.console import Console
 
-from configs.errors import TrafficError
+from configs.errors import ConfigError, TrafficError
 from configs.schema import Config, Replies
 from data.template import Template
 from data.traffic import Refused
@@ -141,8 +141,15 @@ def load_token_rows(cfg: Config, target: Target, console: Console | None = None)
 
     With data.replies=target these are the train prompts that have replies, trained on the reply and its end
     token; with logged, the logged conversations, masked by `data.mask_turns`. What is cut or left out is
-    counted and printed. Raises `TrafficError` for missing or foreign inputs, and when no row is left.
+    counted and printed. Raises `TrafficError` for missing or foreign inputs, and when no row is left;
+    `ConfigError` where rows may be longer than the target's rotary embeddings stay the same.
     """
+    if target.rotary_limit is not None and cfg.data.max_length > target.rotary_limit:
+        raise ConfigError(
+            f"data.max_length={cfg.data.max_length}: the rotary embeddings of {target.name} change in "
+            f"texts of more than {target.rotary_limit} tokens, for all rows of a batch. Set "
+            f"data.max_length={target.rotary_limit}."
+        )
     folder = Path(cfg.data.folder) / TOKENS / cache_key(cfg, target)
     if not folder.exists():
         write_folder(folder, partial(save, cfg, target))

@@ -166,16 +166,24 @@ class Target:
 
     @cached_property
     def window(self) -> int | None:
-        """Tokens that texts must fit in; None if they may be of any length.
+        """Tokens that decoded texts must fit in; None if they may be of any length.
 
-        Of a layer with a sliding window those that it attends to: a tree's mask says nothing of windows, and
-        rows of K/V are kept. Of rotary embeddings that change with the text's length (`longrope`, `dynamic`)
-        those up to the change: it is made for all rows of a forward at once, by the furthest of them, so that
-        a token would be rotated by how far a tree or another sequence reaches.
+        Those that a layer with a sliding window attends to: a tree's mask says nothing of windows, and rows
+        of K/V are kept. Or `rotary_limit`, if that is less.
         """
         layers = DynamicCache(config=self.model.config).layers
         windows = [layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
         return min([*windows, *rotary_limits(self.config)], default=None)
+
+    @cached_property
+    def rotary_limit(self) -> int | None:
+        """The length of text from which on its rotary embeddings are others (`longrope`, `dynamic`); None if
+        they never are.
+
+        They change for all rows of a forward at once, by the furthest of them, so that beyond it a token
+        would be rotated by how far a tree or another sequence of the batch reaches.
+        """
+        return min(rotary_limits(self.config), default=None)
 
     @property
     def device(self) -> torch.device:

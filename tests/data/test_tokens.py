@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from configs.errors import TrafficError
+from configs.errors import ConfigError, TrafficError
 from configs.schema import Config, MaskTurns, Replies
 from data.tokens import TokenRow, load_token_rows
 from models.files import write_json
 from models.target import Target
+from tests.conftest import tiny_target
 from tests.data.samples import chat, config, write_rows
 
 EOS = 2
@@ -116,6 +117,13 @@ def test_reply_given_again_counts_once(tmp_path: Path, target: Target) -> None:
     rows, printed = loaded(config(tmp_path), target)
     assert rows == [TokenRow("a", "c", [5, 6, 10, EOS], [0, 0, 1, 1])]
     assert "no longer in train" not in printed
+
+
+def test_rows_end_where_rotary_embeddings_change(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = tiny_target(max_position_embeddings=16, rope_parameters=rope)
+    with pytest.raises(ConfigError, match=r"Set data\.max_length=16\."):
+        loaded(config(tmp_path, max_length=17), target)
 
 
 def test_a_reply_stays_its_prompts_when_ids_change(tmp_path: Path, target: Target) -> None:
