@@ -261,7 +261,7 @@ def bench(options: argparse.Namespace) -> None:
     if others > 0.15:
         console.print(f"Other processes use {others:.0%} of this machine: the figures will be off.")
     made = methods(options)
-    template = Template.of(Target.load(TargetConfig(name=options.target)))
+    template = Template.load(TargetConfig(name=options.target))
     rows = read_lines(options.prompts)[:: options.every][: options.count]
     prompts = [template.prompt(row["messages"]) for row in rows]
     if len(prompts) < 2:
