@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from configs.errors import TargetError, TrafficError
 from configs.schema import MaskTurns, TargetConfig
@@ -162,6 +164,15 @@ def test_a_tokenizer_without_an_end_is_told() -> None:
     endless = Template(letter_tokenizer(), "letters", frozenset())
     with pytest.raises(TrafficError, match="Set eos_token_id"):
         endless.ended([ALPHABET.index("t")])
+
+
+def test_the_largest_id_of_a_vocabulary_with_gaps() -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1, "e": 7}, unk_token="a")),
+        eos_token="e",
+        chat_template=LETTERS,
+    )
+    assert Template(tokenizer, "gaps", frozenset({7})).largest_id == 7
 
 
 def test_load_without_weights(tmp_path: Path) -> None:

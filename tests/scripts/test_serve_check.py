@@ -372,6 +372,23 @@ def test_rows_accumulate_and_a_newer_one_takes_the_place_of_its_own(tmp_path: Pa
     assert json.loads(out.read_text())["rows"] == rows
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--exported", "somewhere"], "name its draft, by --draft"),
+        (["--prompts", "1"], "One prompt has no interval"),
+        (["--max-new-tokens", "1"], "one token no round"),
+    ],
+)
+def test_what_could_only_mislead_is_refused(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        serve_check.main(options)
+    assert left.value.code == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_page_without_its_marks_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing here")
