@@ -11,7 +11,7 @@ STAMP := $(ENV)/.ready
 .PHONY: help setup fetch demo test engines lint format types clean
 
 help:
-	@echo "make demo    prepare, distill and measure a draft for the embedded target (about 20 minutes on 2 cores with AMX, over an hour with AVX2)"
+	@echo "make demo    prepare, distill and measure a draft for the embedded target (about 20 minutes on 2 cores with AMX)"
 	@echo "make test    lint, format check, type check and tests"
 	@echo "make setup   .venv with everything installed        make fetch   the embedded target and traffic"
 	@echo "make lint | format | types                          make clean   caches (keeps artifacts/ and runs/)"

@@ -214,9 +214,11 @@ def replied_rows(cfg: Config, counts: Counter[str]) -> Iterator[TokenRow]:
     """Train prompts with their replies; a reply to a prompt that changed or left the split is not used."""
     path = Path(cfg.data.folder) / REPLIES
     places = {prompt_key(row): at for at, row in lines_at(path)}  # of several to one prompt, the last
+    met = set[int]()
     with open(path, "rb") as file:
         for row in each_row(cfg, "train"):
-            prompt, reply = prompt_in(row), line_at(file, places.pop(prompt_key(row), None))
+            met.add(key := prompt_key(row))
+            prompt, reply = prompt_in(row), line_at(file, places.get(key))
             if reply.get("prompt_ids") != prompt.ids:
                 counts["left out, not answered"] += 1
                 continue
@@ -224,7 +226,7 @@ def replied_rows(cfg: Config, counts: Counter[str]) -> Iterator[TokenRow]:
             counts["tokenised again from text (kept)"] += reply.get("retokenised", False)
             mask = [0] * len(prompt.ids) + [1] * len(reply["reply_ids"])
             yield TokenRow(prompt.id, prompt.category, prompt.ids + reply["reply_ids"], mask)
-    counts["replies to prompts no longer in train"] = len(places)
+    counts["replies to prompts no longer in train"] = len(places.keys() - met)
 
 
 def prompt_key(row: dict[str, Any]) -> int:

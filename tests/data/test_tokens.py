@@ -119,6 +119,15 @@ def test_reply_given_again_counts_once(tmp_path: Path, target: Target) -> None:
     assert "no longer in train" not in printed
 
 
+def test_rows_of_one_prompt_share_its_reply(tmp_path: Path, target: Target) -> None:
+    """Two conversations that a template renders alike."""
+    write_rows(tmp_path / "train.jsonl", train("a", [5, 6]), train("b", [5, 6]))
+    write_rows(tmp_path / "replies.jsonl", reply("b", [5, 6], [10, EOS]))
+    rows, printed = loaded(config(tmp_path), target)
+    assert [(row.id, row.input_ids) for row in rows] == [("a", [5, 6, 10, EOS]), ("b", [5, 6, 10, EOS])]
+    assert "no longer in train" not in printed
+
+
 def test_rows_end_where_rotary_embeddings_change(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     target = tiny_target(max_position_embeddings=16, rope_parameters=rope)
