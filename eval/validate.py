@@ -4,8 +4,8 @@ Held-out prompts are decoded in every setting: each draft as chains and as stati
 `decode` as it is configured, each at every batch size, beside plain decoding. What is predicted for a setting
 comes from elsewhere:
 
-    acceptance   other held-out prompts and one setting: a wide tree, for all chains and static trees of a
-                 draft, by depth and rank (eval/tree.py)
+    acceptance   other held-out prompts, of the same mix of categories, and one setting: a wide tree, for all
+                 chains and static trees of a draft, by depth and rank (eval/tree.py)
     times        forwards alone, over zeros (decoding/costs.py), in turn with a few settings and plain
                  decoding, so that a slow spell of the machine falls on all alike
     own time     of the decoder in plain and in wide-tree rounds at `decode.batch_size`
@@ -135,13 +135,12 @@ def validate(config: Config, console: Console) -> Json:
     ensure_writable(output)
     heldout = prompts(config, "heldout")
     check_heldout(config, heldout, prompts(config, "train"))
-    chosen = evenly(heldout, asked.prompts)
+    chosen, others = dealt(evenly(heldout, asked.prompts + config.eval.tree_prompts), asked.prompts)
     if len(chosen) < max(asked.batch_sizes):
         raise TrafficError(
             f"{len(chosen)} prompts do not fill a batch of {max(asked.batch_sizes)}. Raise validate.prompts, "
             "or lower validate.batch_sizes."
         )
-    others = evenly([prompt for prompt in heldout if prompt not in chosen], config.eval.tree_prompts)
     if not others:
         raise TrafficError(
             f"All {len(heldout)} held-out prompts are measured, and none is left to take acceptance from. "
@@ -190,6 +189,21 @@ def validate(config: Config, console: Console) -> Json:
     (output / PARTIAL).unlink()
     show(written, output, console)
     return written
+
+
+def dealt(found: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """`count` of the prompts and the others, of one mix: each category is dealt in proportion. Acceptance
+    differs between categories by more than speedups are to be told apart."""
+    by_category = sorted(range(len(found)), key=lambda i: found[i].category)
+    first = {
+        i
+        for turn, i in enumerate(by_category)
+        if (turn + 1) * count // len(found) > turn * count // len(found)
+    }
+    return (
+        [prompt for i, prompt in enumerate(found) if i in first],
+        [prompt for i, prompt in enumerate(found) if i not in first],
+    )
 
 
 def each_once(asked: ValidateConfig) -> ValidateConfig:

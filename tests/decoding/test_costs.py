@@ -106,10 +106,11 @@ class Clock:
 
 
 def test_measures_in_turn_and_takes_the_median() -> None:
-    # One warm-up (50, 60), then three turns: 1, 90, 2 for size 1 (median 2); 4, 5, 6 for size 8 (median 5).
-    clock = Clock([50, 60, 1, 4, 90, 5, 2, 6])
+    # The second of each pair counts. One warm-up (50, 60), then three turns: 1, 90, 2 for size 1 (median 2);
+    # 4, 5, 6 for size 8 (median 5).
+    clock = Clock([70, 50, 70, 60, 70, 1, 70, 4, 70, 90, 70, 5, 70, 2, 70, 6])
     curve = measured(clock.run, sizes=(1, 8), repeats=3, warmup=1, clock=clock)
-    assert clock.ran == [1, 8] * 4
+    assert clock.ran == [1, 1, 8, 8] * 4
     assert curve == Curve((1, 8), (2.0, 5.0))
 
 

@@ -25,12 +25,12 @@ from configs.schema import (
     Tree,
     ValidateConfig,
 )
-from data.tokens import REPLIES
+from data.tokens import REPLIES, Prompt
 from decoding.costs import Curve
 from decoding.drafters.plain import PlainDrafter
 from decoding.sequence import Round
 from eval import validate as module
-from eval.validate import Known, Way, errors, grouped, named, picture, rotated, row_of, timed, validate
+from eval.validate import Known, Way, dealt, errors, grouped, named, picture, rotated, row_of, timed, validate
 from models.files import write_text
 from tests.eval.samples import tiny_pair
 from tests.eval.test_tree import prompt_lines
@@ -121,6 +121,18 @@ def test_errors_are_sizes() -> None:
         "worst": 0.2,
         "mean_signed": pytest.approx(-0.05 / 3),
     }
+
+
+def test_prompts_are_dealt_in_one_mix() -> None:
+    """Two of three of each category. Without it whatever runs short on one side is missing on the other."""
+    found = [Prompt(f"{category}{i}", category, [1]) for i in range(6) for category in ("a", "b")]
+    found += [Prompt(f"a{i}", "a", [1]) for i in range(6, 12)]
+    first, others = dealt(found, 12)
+    assert [sum(prompt.category == name for prompt in first) for name in ("a", "b")] == [8, 4]
+    assert [sum(prompt.category == name for prompt in others) for name in ("a", "b")] == [4, 2]
+    assert sorted(prompt.id for prompt in first + others) == sorted(prompt.id for prompt in found)
+    assert [prompt for prompt in found if prompt in first] == first  # in their order
+    assert dealt(found, 18) == (found, [])
 
 
 # ---- a run ----
