@@ -18,10 +18,13 @@ from configs.schema import (
     Optimizer,
     Replies,
     Schedule,
+    StopDrafting,
     Strategy,
     Tree,
     Verification,
 )
+
+COLDEST = 1e-5  # temperature above 0; below it logits would overflow
 
 # Fields of a request for a reply that have settings of their own, or would ask for another kind of answer.
 SENT = {"model", "messages", "max_tokens", "temperature", "top_p", "seed", "n", "stream"}
@@ -253,6 +256,21 @@ def _decode(config: Config) -> Iterator[str]:
     yield from _within("(0, inf)", decode, "decode.", "repetition_penalty")
     if "" in decode.stop:
         yield "decode.stop contains an empty string, which would stop every reply at once: remove it."
+    if 0 < decode.temperature < COLDEST:
+        yield f"decode.temperature={decode.temperature}: set 0 (greedy), or at least {COLDEST:.5f}."
+    if not decode.drafters:
+        yield "decode.drafters is empty: name at least one, as in decode.drafters=[draft]."
+    if decode.tree is Tree.static and decode.tree_file is None:
+        yield (
+            "decode.tree=static needs a shape: set decode.tree_file to a file that python -m eval.tree made, "
+            "or set decode.tree to chain or dynamic."
+        )
+    if decode.stop_drafting is not StopDrafting.fixed and decode.tree is not Tree.chain:
+        yield (
+            f"decode.stop_drafting={decode.stop_drafting.value} says where a chain ends, and "
+            f"decode.tree={decode.tree.value} makes trees, whose sizes are given: set decode.tree=chain, or "
+            "decode.stop_drafting=fixed."
+        )
     if decode.verification is Verification.block and decode.tree is not Tree.chain:
         yield (
             f"decode.verification=block judges a drawn chain as a whole, and decode.tree={decode.tree.value} "

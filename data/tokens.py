@@ -142,7 +142,8 @@ def load_token_rows(cfg: Config, target: Target, console: Console | None = None)
     With data.replies=target these are the train prompts that have replies, trained on the reply and its end
     token; with logged, the logged conversations, masked by `data.mask_turns`. What is cut or left out is
     counted and printed. Raises `TrafficError` for missing or foreign inputs, and when no row is left;
-    `ConfigError` where rows may be longer than the target's rotary embeddings stay the same.
+    `ConfigError` where rows may be longer than the target has positions for, or than its rotary embeddings
+    stay the same.
     """
     if target.rotary_limit is not None and cfg.data.max_length > target.rotary_limit:
         raise ConfigError(
@@ -150,6 +151,12 @@ def load_token_rows(cfg: Config, target: Target, console: Console | None = None)
             f"texts of more than {target.rotary_limit} tokens, for all rows of a batch. Set "
             f"data.max_length={target.rotary_limit}."
         )
+    for known in target.learned_positions:
+        if cfg.data.max_length > known:
+            raise ConfigError(
+                f"data.max_length={cfg.data.max_length}: {target.name} has {known} positions. Set "
+                f"data.max_length={known}."
+            )
     folder = Path(cfg.data.folder) / TOKENS / cache_key(cfg, target)
     if not folder.exists():
         write_folder(folder, partial(save, cfg, target))

@@ -57,10 +57,18 @@ def compiled_forward(target: Target, decode: DecodeConfig) -> Compiled | None:
     """The target's forwards as `decode.compile` asks: at one node, and at as many as a tree has at most."""
     if not decode.compile:
         return None
-    counts = [
-        largest_tree(decode) if kind is Drafting.draft else decode.draft_tokens for kind in decode.drafters
-    ]
-    return Compiled(target, (1, 1 + sum(counts)))
+    return Compiled(target, (1, 1 + sum(most_drafted(kind, decode) for kind in decode.drafters)))
+
+
+def most_drafted(kind: Drafting, decode: DecodeConfig) -> int:
+    """How many tokens a drafter proposes at most."""
+    match kind:
+        case Drafting.draft:
+            return largest_tree(decode)
+        case Drafting.lookup:
+            return decode.draft_tokens
+        case Drafting.lookahead:
+            return LookaheadDrafter().largest
 
 
 def largest_tree(decode: DecodeConfig) -> int:

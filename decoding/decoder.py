@@ -193,7 +193,8 @@ class Batch:
 
     def prefill(self, entering: Sequence[Decoding]) -> tuple[TargetOutput, Tensor]:
         """The target's forward over the prompts; its logits [B, V] after each."""
-        longest = -(-max(len(decoding.prompt) for decoding in entering) // GRAIN) * GRAIN
+        known = max(len(decoding.prompt) for decoding in entering)
+        longest = -(-known // GRAIN) * GRAIN
         ids = torch.tensor(
             [[*decoding.prompt, *[0] * (longest - len(decoding.prompt))] for decoding in entering],
             device=self.target.device,
@@ -203,8 +204,9 @@ class Batch:
         if self.decoder.compiled is not None:  # capacities that come again, as its shapes must
             reserve = max(CAPACITY, self.decoder.compiled.extent(reserve))
         self.cache.aim([decoding.slot for decoding in entering], longest, reserve=reserve)
-        positions = torch.arange(longest, device=self.target.device).expand(len(entering), -1)
         # Padding stands behind the prompt, where causal attention lets no real token see it.
+        positions = torch.arange(longest, device=self.target.device).clamp(max=known - 1)
+        positions = positions.expand(len(entering), -1)
         output = self.target.forward(ids, positions=positions, cache=self.cache, taps=self.taps, logits=False)
         ends = [len(decoding.prompt) - 1 for decoding in entering]
         return output, self.target.lm_head(output.last_hidden[range(len(ends)), ends])
@@ -434,8 +436,8 @@ def check(request: Request, window: int | None) -> None:
         raise TrafficError(
             f"A prompt of {len(request.prompt)} tokens and {request.params.max_new_tokens} new ones pass the "
             f"{window} tokens up to which the target reads a text alike, whatever is drafted behind it: its "
-            "sliding window, or the length from which its rotary embeddings change. Shorten the prompt, or "
-            "set decode.max_new_tokens lower."
+            "sliding window, its table of positions, or the length from which its rotary embeddings change. "
+            "Shorten the prompt, or set decode.max_new_tokens lower."
         )
 
 

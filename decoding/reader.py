@@ -143,9 +143,11 @@ class Reader:
         extent = self.cache.aim([reading.slot for reading in readings], length)
         starts = np.array([[new.start] for new in news])
         rows = starts + np.arange(length)
+        # Padding has its own sequence's last position: a further one may be past what the network knows.
+        last = starts + np.array([[len(new.tokens) - 1] for new in news])
         states = self.run(
             self.tensor([[*new.tokens, *[0] * (length - len(new.tokens))] for new in news]),
-            self.tensor(rows),
+            self.tensor(np.minimum(rows, last)),
             self.causal(rows, extent),
             padded([new.features for new in news], length),
         )

@@ -69,6 +69,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2**-7, to
 
 MANY_ROUNDINGS = 8  # times that, where another kernel ran in every layer
 
+SPARE_POSITIONS = 2  # rows of a position table before the first position
+
 SAMPLES = 1024  # values per parameter that enter the fingerprint
 
 T = TypeVar("T")
@@ -169,11 +171,23 @@ class Target:
         """Tokens that decoded texts must fit in; None if they may be of any length.
 
         Those that a layer with a sliding window attends to: a tree's mask says nothing of windows, and rows
-        of K/V are kept. Or `rotary_limit`, if that is less.
+        of K/V are kept. Or `rotary_limit`, or as many as a table of learned positions has, if that is less.
         """
         layers = DynamicCache(config=self.model.config).layers
         windows = [layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        return min([*windows, *rotary_limits(self.config)], default=None)
+        return min([*windows, *rotary_limits(self.config), *self.learned_positions], default=None)
+
+    @cached_property
+    def learned_positions(self) -> list[int]:
+        """How many positions each table of them is for, if there are any: embeddings beside the tokens', with
+        a row for each position, and in some models (OPT) a few more."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        tables = [
+            module
+            for module in self.decoder.modules()
+            if isinstance(module, nn.Embedding) and module is not self.model.get_input_embeddings()
+        ]
+        return [most for table in tables if most and 0 <= table.num_embeddings - most <= SPARE_POSITIONS]
 
     @cached_property
     def rotary_limit(self) -> int | None:

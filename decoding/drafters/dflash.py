@@ -59,7 +59,8 @@ class DFlashReader(Reader):
         taps = padded([turn.seen.taps for turn in turns], max(len(turn.seen.tokens) for turn in turns))
         assert taps is not None
         starts = self.tensor([[turn.seen.start] for turn in turns])
-        positions = starts + torch.arange(taps.shape[1], device=self.device)
+        last = self.tensor([[turn.seen.position - 1] for turn in turns])  # padding's position too
+        positions = (starts + torch.arange(taps.shape[1], device=self.device)).minimum(last)
         self.cache.aim([turn.state.slot for turn in turns], taps.shape[1])
         for layer, (keys, values) in enumerate(self.draft.context(taps, positions)):
             self.cache.update(keys, values, layer)

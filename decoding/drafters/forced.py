@@ -67,9 +67,13 @@ class ForcedDrafter:
             run = self.run(turn, (), turn.budget)
             if len(run) == turn.budget:
                 made[row] = Proposal(TokenTree.chain(turn.seen.pending, run), stopped="forced")
-                turn.state.untold, turn.state.nodes = joined(turn.state.untold, turn.seen), 0
+            elif isinstance(turn.law.grammar, Timed) and turn.law.grammar.fails():
+                # The target's own question ends the sequence, and no other one of the batch.
+                made[row] = Proposal(TokenTree.chain(turn.seen.pending), stopped="grammar")
             else:
                 asked.append(told(turn))
+                continue
+            turn.state.untold, turn.state.nodes = joined(turn.state.untold, turn.seen), 0
         proposals = iter(self.inner.propose(asked) if asked else [])
         return [
             made[row] if row in made else self.extended(turn, next(proposals))
@@ -128,12 +132,21 @@ class Timed:
         self.grammar = grammar
         self.seconds = seconds
         self.spent = 0.0
+        self.first: tuple[Tensor | None] | None = None  # the first row, once `fails` has asked for it
         self.nothing: Tensor | None = None  # [V], once a row was seen
+
+    def fails(self) -> bool:
+        """Whether there is no first row. A drafter that was asked then would take that for no grammar."""
+        self.first = self.within(lambda: (self.grammar.mask(()),), None)
+        return self.first is None
 
     def mask(self, path: Sequence[int]) -> Tensor | None:
         if self.nothing is not None and self.spent >= self.seconds:
             return self.nothing
-        row = self.within(lambda: self.grammar.mask(path), self.nothing)
+        if self.first is not None and not path:
+            (row,) = self.first
+        else:
+            row = self.within(lambda: self.grammar.mask(path), self.nothing)
         if row is not None and self.nothing is None:
             self.nothing = torch.zeros_like(row)
         return row

@@ -77,6 +77,11 @@ class LookaheadDrafter(EachAlone):
         self.from_text = from_text
         self.seed = seed
 
+    @property
+    def largest(self) -> int:
+        """How many tokens a tree has at most."""
+        return (self.ngram - 1) * (self.window + self.guesses) - 1
+
     def begin(self) -> Window:
         return Window(Pool(self.guesses), Random(self.seed))
 

@@ -84,6 +84,13 @@ def changed(config: Config, overrides: list[str]) -> Config:
         (["eval.compare_generate=true", "eval.temperatures=[0.7]"], "measured at 0.0"),
         (["eval.compare_generate=true", "decode.temperature=0.7"], "measured at 0.0"),
         (["decode.verification=block", "decode.tree=dynamic"], "decode.tree=chain"),
+        (
+            ["decode.stop_drafting=joint", "decode.tree=dynamic"],
+            "decode.stop_drafting=joint says where a chain",
+        ),
+        (["decode.tree=static"], "decode.tree=static needs a shape"),
+        (["decode.drafters=[]"], "decode.drafters is empty"),
+        (["decode.temperature=1e-6"], "decode.temperature=1e-06: set 0 (greedy), or at least 0.00001"),
     ],
 )
 def test_what_cannot_work_is_refused(smollm2: Config, overrides: list[str], words: str) -> None:
@@ -103,7 +110,12 @@ def test_what_cannot_work_is_refused(smollm2: Config, overrides: list[str], word
         ["data.replies=logged", "regenerate.max_new_tokens=4096"],  # nothing is regenerated
         ["target.device=cuda", "target.dtype=float16"],
         ["threads=null", "data.max_train_rows=null"],
-        ["decode.compile=true", "decode.pad_trees=true", "decode.stop_drafting=marginal"],
+        [
+            "decode.tree=chain",
+            "decode.compile=true",
+            "decode.pad_trees=true",
+            "decode.stop_drafting=marginal",
+        ],
     ],
 )
 def test_what_can_work_is_not(smollm2: Config, overrides: list[str]) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from configs.errors import ConfigError, TrafficError
 from configs.schema import Config, MaskTurns, Replies
 from data.tokens import TokenRow, load_token_rows
 from models.files import write_json
 from models.target import Target
-from tests.conftest import tiny_target
+from tests.conftest import tiny_target, tiny_tokenizer
 from tests.data.samples import chat, config, write_rows
 
 EOS = 2
@@ -132,6 +133,13 @@ def test_rows_end_where_rotary_embeddings_change(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     target = tiny_target(max_position_embeddings=16, rope_parameters=rope)
     with pytest.raises(ConfigError, match=r"Set data\.max_length=16\."):
+        loaded(config(tmp_path, max_length=17), target)
+
+
+def test_rows_end_where_the_table_of_positions_does(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=16))
+    target = Target.wrap(model, tiny_tokenizer())
+    with pytest.raises(ConfigError, match=r"has 16 positions. Set data\.max_length=16\."):
         loaded(config(tmp_path, max_length=17), target)
 
 

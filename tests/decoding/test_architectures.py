@@ -15,6 +15,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    OPTConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -135,6 +136,31 @@ def test_text_beyond_a_sliding_window_is_refused() -> None:
     decoder = Decoder(made("gemma3"), PlainDrafter())
     assert decoder.generate([5] * 52, params()).finish is not None
     with pytest.raises(TrafficError, match="sliding window"):
+        decoder.generate([5] * 53, params())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+        OPTConfig(
+            vocab_size=64,
+            hidden_size=32,
+            word_embed_proj_dim=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=64,  # its table has two rows more
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_text_beyond_a_table_of_positions_is_refused(config: Any) -> None:
+    target = Target.wrap(AutoModelForCausalLM.from_config(config), tiny_tokenizer())
+    decoder = Decoder(target, PlainDrafter())
+    assert target.window == 64
+    assert decoder.generate([5] * 52, params()).finish is not None
+    with pytest.raises(TrafficError, match="table of positions"):
         decoder.generate([5] * 53, params())
 
 

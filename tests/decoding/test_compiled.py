@@ -126,6 +126,7 @@ def test_a_cache_that_lies_elsewhere_in_part_is_another() -> None:
         ({"tree": Tree.dynamic, "tree_nodes": 8}, [1, 9]),
         ({"tree": Tree.dynamic, "tree_nodes": 8, "drafters": [Drafting.draft, Drafting.lookup]}, [1, 13]),
         ({"drafters": [Drafting.lookup], "draft_tokens": 8}, [1, 9]),
+        ({"drafters": [Drafting.lookahead], "draft_tokens": 4}, [1, 18]),  # its window, not the budget
     ],
 )
 def test_sizes_that_a_configuration_needs(target: Target, settings: dict[str, Any], sizes: list[int]) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.schema import DecodeConfig
+from configs.schema import DecodeConfig, Drafting
+from decoding.build import build_drafter
 from decoding.decoder import Decoder, Request
 from decoding.drafters.forced import ForcedDrafter
 from decoding.drafters.plain import PlainDrafter
 from decoding.grammar import GrammarError, Grammars
 from decoding.sequence import Generation, Params
-from tests.conftest import tiny_tokenizer
+from tests.conftest import tiny_draft, tiny_target, tiny_tokenizer
 from tests.decoding.oracles import Oracle
 from tests.decoding.tables import ForcedTarget, decoder_of
 
@@ -124,6 +125,22 @@ def test_its_place_goes_to_the_next_request() -> None:
     assert [generation.finish for generation in done] == ["error"] * 3 + ["length"]
     assert len(decoder.cache.lengths) == 2
     assert ended[-1] == 3
+
+
+@pytest.mark.parametrize("kind", list(Drafting))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_dead_end_behind_the_last_token_ends_its_own_sequence(kind: Drafting, temperature: float) -> None:
+    """The prefill emits a, behind which nothing is possible: whatever drafts is not asked."""
+    target = tiny_target()
+    decode = DecodeConfig(drafters=[kind], draft_tokens=3, max_new_tokens=8, temperature=temperature)
+    decoder = Decoder(target, build_drafter(target, tiny_draft(target), decode), 2)
+    asked = params(draft_tokens=3, max_new_tokens=8, temperature=temperature)
+    prompt = [*range(3, 30), *range(3, 30)]
+    done = decoder.generate_all(
+        [Request(prompt, asked, Grammars.of(target).regex("aé")), Request(prompt, asked)]
+    )
+    assert (len(done[0].tokens), done[0].finish) == (1, "error")
+    assert len(done[1].tokens) == 8 or done[1].finish == "eos"
 
 
 def test_dead_end_of_a_real_grammar() -> None:

@@ -60,6 +60,21 @@ def after(model: Target, tokens: Sequence[int]) -> Tensor:
 # Which rows are read
 
 
+def test_padding_has_its_own_sequences_last_position(draft: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further one may be past a table of positions, or change the rotation of all rows."""
+    reader = SmallReader(draft, NO_EOS, draft.vocab_size)
+    asked: list[Tensor] = []
+    run = reader.run
+
+    def recorded(tokens: Tensor, positions: Tensor, mask: Tensor | None, features: Tensor | None) -> Tensor:
+        asked.append(positions)
+        return run(tokens, positions, mask, features)
+
+    monkeypatch.setattr(reader, "run", recorded)
+    reader.read([turn(reader.begin(), 0, [5, 6, 7], 8), turn(reader.begin(), 0, [5], 6)])
+    assert asked[0].tolist() == [[0, 1, 2, 3], [0, 1, 1, 1]]
+
+
 @pytest.mark.parametrize(
     ("accepted", "fed", "at"),
     [
