@@ -5,9 +5,10 @@
 without a draft: lossless means that this law is kept. It is not the target's law given that the whole output
 is valid, and llguidance allows only the usual tokens where it knows the text that comes.
 
-There is one copy of the state, at the committed text. A question about a path of drafted tokens goes there
-and comes back; where that fails, the state is built anew from the committed tokens. Whatever cannot be
-answered is an error: no row is ever "everything is allowed".
+There is one state, at the committed text, and it only ever moves on. A question about a path of drafted
+tokens moves a copy along it, which takes microseconds: llguidance (1.9.1) can go back as well, but may then
+give rows of the path that it left. Whatever cannot be answered is an error: no row is ever "everything is
+allowed".
 """
 
 from __future__ import annotations
@@ -99,11 +100,9 @@ class Matcher:
     """One request's place in its grammar, a `Grammar` (decoding/law.py). Decoding one text uses it up."""
 
     def __init__(self, start: llguidance.LLMatcher, lexicon: Lexicon) -> None:
-        self.start = start  # at the beginning of the text; never moved
+        self.matcher = start  # stands after the committed text without its end tokens
         self.lexicon = lexicon
-        self.text: list[int] = []  # committed, without end tokens
         self.ended = False  # an end token has been committed
-        self.matcher = start.deep_copy()  # stands after `text`
         self.rows: dict[tuple[int, ...], Tensor] = {}  # of this round, by path
 
     def mask(self, path: Sequence[int]) -> Tensor:
@@ -131,41 +130,32 @@ class Matcher:
 
         The last one is a guess: it may have merged with what comes after.
         """
-        count, ended = self.go(path)
-        try:
-            if ended:
-                return []
-            ids = self.matcher.compute_ff_tokens()
-            if not ids:
-                ids = self.lexicon.words.tokenize_bytes(self.matcher.compute_ff_bytes())
-            return ids[: self.matcher.validate_tokens(ids[:limit])]
-        finally:
-            self.come_back(count)
+        matcher, ended = self.after(path)
+        if ended:
+            return []
+        ids = matcher.compute_ff_tokens()
+        if not ids:
+            ids = self.lexicon.words.tokenize_bytes(matcher.compute_ff_bytes())
+        return ids[: matcher.validate_tokens(ids[:limit])]
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Moves on. Raises `ValueError` if `tokens` break the grammar; then nothing has moved."""
-        count, self.ended = self.go(tokens)
-        self.text += tokens[:count]
+        self.matcher, self.ended = self.after(tokens)
         self.rows.clear()
 
     def row(self, path: tuple[int, ...]) -> Tensor:
         """Computes what `mask` keeps."""
-        count, ended = self.go(path)
-        try:
-            return self.lexicon.only_ends if ended else self.filled()
-        finally:
-            self.come_back(count)
-
-    def filled(self) -> Tensor:
-        """The row of where the matcher stands."""
-        if self.matcher.is_stopped():
+        matcher, ended = self.after(path)
+        if ended:
+            return self.lexicon.only_ends
+        if matcher.is_stopped():
             allowed = np.zeros(self.lexicon.size, dtype=bool)
         else:
-            allowed = self.lexicon.unpacked(self.matcher)
-        if self.matcher.is_error() and not reason(self.matcher).startswith("NoExtension"):
-            raise GrammarError(f"The grammar cannot be followed: {reason(self.matcher)}. Simplify it.")
+            allowed = self.lexicon.unpacked(matcher)
+        if matcher.is_error() and not reason(matcher).startswith("NoExtension"):
+            raise GrammarError(f"The grammar cannot be followed: {reason(matcher)}. Simplify it.")
         # llguidance offers the end tokens at a dead end too, and in every row of a matcher that failed.
-        allowed[list(self.lexicon.ends)] = self.matcher.is_accepting()
+        allowed[list(self.lexicon.ends)] = matcher.is_accepting()
         if not allowed.any():
             raise GrammarError(
                 "The grammar has come to a dead end: it requires text for which the target's vocabulary has "
@@ -176,8 +166,8 @@ class Matcher:
     def is_over(self, path: Sequence[int]) -> bool:
         return self.ended or any(token in self.lexicon.ends for token in path)
 
-    def go(self, path: Sequence[int]) -> tuple[int, bool]:
-        """Moves the matcher along `path`: by how much, for `come_back`, and whether the text is over then.
+    def after(self, path: Sequence[int]) -> tuple[llguidance.LLMatcher, bool]:
+        """A copy of the matcher, moved along `path`, and whether the text is over then.
 
         End tokens are kept from the matcher, so that nothing is ever consumed after the end.
         """
@@ -191,23 +181,13 @@ class Matcher:
             raise ValueError(
                 f"token {strange[0]} of {list(path)} breaks the grammar: the tokenizer has no such id"
             )
-        count = self.matcher.try_consume_tokens(body)
-        if count == length and (self.ended or not after or self.matcher.is_accepting()):
-            return count, self.is_over(path)
-        if self.matcher.is_error():
-            error: Exception = GrammarError(
-                f"The grammar cannot be followed: {reason(self.matcher)}. Simplify it."
-            )
-        else:
-            error = ValueError(f"token {path[count]} at {count} of {list(path)} breaks the grammar")
-        self.come_back(count)
-        raise error
-
-    def come_back(self, count: int) -> None:
-        """Undoes `go`. A matcher that failed never recovers, so another one takes its place."""
-        if self.matcher.is_error() or (count and not self.matcher.rollback(count)):
-            self.matcher = self.start.deep_copy()
-            self.matcher.consume_tokens(self.text)
+        matcher = self.matcher.deep_copy()
+        count = matcher.try_consume_tokens(body)
+        if count == length and (self.ended or not after or matcher.is_accepting()):
+            return matcher, self.is_over(path)
+        if matcher.is_error():
+            raise GrammarError(f"The grammar cannot be followed: {reason(matcher)}. Simplify it.")
+        raise ValueError(f"token {path[count]} at {count} of {list(path)} breaks the grammar")
 
 
 @dataclass(frozen=True)

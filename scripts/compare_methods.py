@@ -8,7 +8,7 @@ time, so that a change of the machine's load meets all alike. Ratios are to plai
 prompts, with 95 % intervals from a bootstrap over prompts.
 
 Every prompt is on the disk before the next begins; the same command goes on after the last one. Key=value
-overrides go to every recipe, for training and measuring; BUDGET goes before them.
+overrides go to every recipe, for training and measuring; the recipes have one budget.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ RECIPES = (
     "smollm2_peagle",
     "smollm2_dflash",
 )
-BUDGET = ("trainer.epochs=3",)  # recipes may train for another time, as the demo's does
 ALONE = {"drafters": [Drafting.draft]}  # whatever a recipe merges it with
 CHAIN = {"tree": Tree.chain, **ALONE}
 TREE = {"tree": Tree.dynamic, **ALONE, "tree_nodes": 8, "tree_width": 4, "draft_tokens": 4}
@@ -189,7 +188,7 @@ def run_of(values: dict[str, Any]) -> Run:
 def compare(options: argparse.Namespace) -> None:
     console = Console(soft_wrap=True, highlight=False)
     recipes = [recipe for recipe in RECIPES if options.only is None or recipe in (BASE, *options.only)]
-    overrides = [*BUDGET, *options.overrides]
+    overrides = options.overrides
     base = compose([f"+experiment={BASE}", *overrides])
     runs = train(recipes, overrides, console)
     target = Target.load(base.target)

@@ -265,7 +265,7 @@ FIGURES = (
     Figure(
         "compare_methods",
         "docs/methods.md",
-        "python -m scripts.compare_methods --prompts 14 --new-tokens 64",
+        "python -m scripts.compare_methods trainer.epochs=3 --prompts 14 --new-tokens 64",
         "artifacts/compare_methods.json",
         "training",
         methods,

@@ -46,7 +46,7 @@ class TableTarget:
     num_layers = 1
 
     def __init__(self, vocab: int, seed: int = 0, eos: Sequence[int] = ()) -> None:
-        self.vocab = self.vocab_size = vocab
+        self.vocab = self.vocab_size = self.hidden_size = vocab
         self.table = Table(vocab, seed)
         self.eos_ids = frozenset(eos)
 
@@ -85,7 +85,7 @@ class TableTarget:
         try:
             return self.logits(prefix(rows))
         except (AssertionError, IndexError):
-            return torch.full((self.vocab,), torch.nan, dtype=torch.float64)
+            return torch.full((self.hidden_size,), torch.nan, dtype=torch.float64)
 
 
 def prefix(rows: Tensor) -> tuple[int, ...]:

@@ -164,6 +164,10 @@ class Fibonacci(TableTarget):
     """Sure that each token is the sum of the two before, modulo 11. Its hidden state is the scores of what
     follows, and then the token it stands at."""
 
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        self.hidden_size = 2 * vocab
+
     def logits(self, prefix: tuple[int, ...]) -> Tensor:
         following = sum(prefix[-2:]) % self.vocab
         return 50.0 * F.one_hot(torch.tensor([following, prefix[-1]]), self.vocab).double().flatten()
